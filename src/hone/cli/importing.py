@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hone.cli.arguments import AsJson, examples
-from hone.dialects.foreign import DialectError, Tool
+from hone.dialects.foreign import DialectError
 from hone.dialects.reading import MAX_BYTES, TOOLS, read_foreign
 from hone.dialects.report import report_lines
 from hone.dialects.translate import Imported, translate
@@ -57,7 +57,8 @@ def import_command(
     if to is not None and to.exists():
         raise typer.BadParameter(f"{to} exists. Name another file, or remove it", param_hint="--to")
     source = file.name if str(file) != "-" else "stdin"
-    imported = translate(read_foreign(_text(file), source, _tool(tool), lambda path: _script(file, path)), version)
+    named = next((known for known in TOOLS if known == tool), None)
+    imported = translate(read_foreign(_text(file), source, named, lambda path: _script(file, path)), version)
     text = run_file_of(imported)
     if to is not None:
         files = {to.with_name(name): content for name, content in imported.foreign.files.items()}
@@ -78,10 +79,6 @@ def import_command(
 
 def exit_code(imported: Imported) -> int:
     return GAPS_EXIT if imported.gaps else 0
-
-
-def _tool(name: str | None) -> Tool | None:
-    return next((tool for tool in TOOLS if tool == name), None)
 
 
 def _script(file: Path, path: str) -> str | None:

@@ -180,9 +180,6 @@ def lines_of(name: str, status: RunStatus) -> list[str]:
         lines.append(f"  trainer: {status.ranks} rank{'' if status.ranks == 1 else 's'}")
     for replica, found in status.replicas.items():
         version = "" if found.version is None else f", version {found.version}"
-        lines.append(f"  {replica}: {found.state}{version}{_because(found.why)}")
+        why = f"; {found.why.splitlines()[0]}" if found.why else ""
+        lines.append(f"  {replica}: {found.state}{version}{why}")
     return [*lines, *(f"    {described(event)}" for event in status.recent)]
-
-
-def _because(why: str) -> str:
-    return f"; {why.splitlines()[0]}" if why else ""

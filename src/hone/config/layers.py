@@ -99,7 +99,8 @@ class Stack:
                 return self._refuse(here, key, f"{subject}is a directory; name the run file in it, such as run.yaml")
             raw = path.read_bytes()
         except FileNotFoundError:
-            close = nearest(path.name, _yaml_files_beside(path))
+            beside = [file.name for file in path.parent.glob("*.y*ml")] if is_dir(path.parent) else []
+            close = nearest(path.name, beside)
             hint = f" Did you mean {path.with_name(close)}?" if close else ""
             return self._refuse(here, key, f"{subject}does not exist.{hint}")
         except (OSError, ValueError) as error:
@@ -114,10 +115,6 @@ class Stack:
 
     def _refuse(self, where: Where, key: str, message: str) -> None:
         self.problems.append(Problem(where, key, message))
-
-
-def _yaml_files_beside(path: Path) -> list[str]:
-    return [file.name for file in path.parent.glob("*.y*ml")] if is_dir(path.parent) else []
 
 
 def _shown(path: Path) -> str:

@@ -98,7 +98,7 @@ class Tokenizer:
         )["input_ids"]  # fmt: skip
         if rendered:
             return ids
-        return [_without_end(prompt, self.eos_id) for prompt in ids]
+        return [prompt[:-1] if prompt and prompt[-1] == self.eos_id else prompt for prompt in ids]
 
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of what follows a prompt, EOS appended, in one batch; nothing is added in front."""
@@ -315,10 +315,6 @@ def _generation_eos(folder: Path) -> list[int]:
 def _token_id(found: Any) -> int | None:
     """A special token's id; Transformers' type hints allow more than that."""
     return found if isinstance(found, int) else None
-
-
-def _without_end(ids: list[int], eos_id: int) -> list[int]:
-    return ids[:-1] if ids and ids[-1] == eos_id else ids
 
 
 def _first_line(error: Exception) -> str:

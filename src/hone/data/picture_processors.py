@@ -54,7 +54,7 @@ class PictureProcessor(ABC):
             raise DataError(f"preprocessor_config.json: {unusual[0]} = false is not supported; set it to true.")
         return kind.read(
             keys,
-            _whole_keys(files),
+            _keys_of(files, "preprocessor_config.json") | _keys_of(files, "processor_config.json"),
             most_pixels=most_pixels,
             mean=tuple(keys.get("image_mean", CLIP_MEAN)),
             std=tuple(keys.get("image_std", CLIP_STD)),
@@ -247,11 +247,6 @@ def _image_keys(files: Mapping[str, str]) -> dict[str, Any]:
         if keys.get("image_processor_type"):
             return keys
     return {}
-
-
-def _whole_keys(files: Mapping[str, str]) -> dict[str, Any]:
-    """What describes the whole processor, tokens of pictures among it."""
-    return _keys_of(files, "preprocessor_config.json") | _keys_of(files, "processor_config.json")
 
 
 def _keys_of(files: Mapping[str, str], name: str) -> dict[str, Any]:

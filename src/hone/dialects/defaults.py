@@ -23,11 +23,6 @@ def _facts(tool: str) -> Table:
     return json.loads(file.read_text("utf-8"))
 
 
-def newest_version(tool: str) -> str:
-    """The newest version that the facts cover."""
-    return _facts(tool)["versions"][-1]
-
-
 def known_versions(tool: str) -> tuple[str, ...]:
     return tuple(_facts(tool)["versions"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hone.config.rules.rules import MAX_NAME
@@ -237,8 +237,3 @@ def several(key: str, *parts: tuple[str, float]) -> Row:
 def both_bounds(value: Any) -> dict[str, Any]:
     """One number for the lower and the upper bound of the ratio."""
     return {"algorithm.clip_low": number(value), "algorithm.clip_high": number(value)}
-
-
-def with_weights(paths: Sequence[str], weights: Sequence[float]) -> list[dict[str, Any]]:
-    """`data.train` of several sources that have shares of the prompts."""
-    return [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from hone.config import schema
 from hone.config.messages import nearest
-from hone.dialects.defaults import defaults_of, newest_version
+from hone.dialects.defaults import defaults_of, known_versions
 from hone.dialects.foreign import ForeignRun, ForeignService, holes_in, looks_secret, shown
 from hone.dialects.shared import MEMORY
 from hone.dialects.tables import dialects
@@ -117,7 +117,7 @@ def translate(foreign: ForeignRun, version: str | None = None) -> Imported:
         version: the tool's; None: the newest that the tables know, or that still spells its keys so.
     """
     dialect = dialects()[foreign.tool]
-    version = version or dialect.version(foreign) or newest_version(foreign.tool)
+    version = version or dialect.version(foreign) or known_versions(foreign.tool)[-1]
     job = ForeignJob(foreign, defaults_of(foreign, version), dialect.aliases)
     keys = tuple(_line(job, dialect, key.key, key.value, key.line) for key in foreign.keys)
     others: list[Line] = []

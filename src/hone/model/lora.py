@@ -109,7 +109,7 @@ class PeftAdapter(Adapter):
         whole = {id(weight): name for name, weight in model.whole_weights()}
         renamed = {name: whole.get(id(module.weight)) for name, module in _linear_modules(model.hf)}
         config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=named, lora_dropout=0.0)  # type: ignore[arg-type]
-        config.fan_in_fan_out = _is_transposed(model.hf)
+        config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.hf.modules())
         with torch.random.fork_rng(devices=[]):
             inject_adapter_in_model(config, shell, adapter_name=PEFT_NAME)
         self._layers: dict[str, Any] = {
@@ -343,10 +343,6 @@ NEVER_CALLED = {
     "out_proj": ("mamba", "falcon_mamba", "mamba2", "falcon_h1", "nemotron_h"),
 }
 """Layers of state spaces whose weights some kernel reads past them, so that an adapter beside one would not count."""
-
-
-def _is_transposed(hf: Any) -> bool:
-    return any(type(module).__name__ == "Conv1D" for module in hf.modules())
 
 
 def save_adapter(folder: Path, model: CausalModel, base: str) -> None:

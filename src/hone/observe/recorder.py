@@ -270,7 +270,10 @@ def _encode(group: Group, advantages: Sequence[float] | None, figures: Sequence[
         ("token_mismatch", [f.mismatch_T for f in figures]),
     ):
         if any(value_T is not None for value_T in values):
-            columns[name] = [None if value_T is None else _base64(_half(value_T)) for value_T in values]
+            columns[name] = [
+                None if value_T is None else _base64(value_T.clip(-_MOST, _MOST).astype(np.float16))
+                for value_T in values
+            ]
     if prompt.pictures:
         columns["pictures"] = [picture.digest for picture in prompt.pictures]
     if any(s.loss_mask is not None for s in samples):
@@ -293,11 +296,6 @@ _IS_LITTLE_ENDIAN = sys.byteorder == "little"
 def _base64(array: NDArray[Any]) -> str:
     little_endian = array if _IS_LITTLE_ENDIAN else array.byteswap()
     return binascii.b2a_base64(little_endian.tobytes(), newline=False).decode("ascii")
-
-
-def _half(value_T: NDArray[Any]) -> NDArray[np.float16]:
-    """Rounded; what is too large for it becomes the largest that it has."""
-    return value_T.clip(-_MOST, _MOST).astype(np.float16)
 
 
 _MOST = float(np.finfo(np.float16).max)

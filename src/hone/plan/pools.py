@@ -57,6 +57,7 @@ def _pool(inputs: Inputs, pool: topology.Pool) -> PoolPlan:
     reference = inputs.topology.reference if inputs.workload.has_reference and not is_adapter_off else None
     critic = inputs.topology.critic if inputs.critic else None
     learns = any(role in TRAINED for role in roles)
+    weights = bytes_each(inputs) * inputs.architecture.total_parameters
     scorer: EnginePlan | EmbeddedJudge | Reader | None = None
     if "judge" in roles:
         (service,) = judge_services(config)
@@ -75,7 +76,7 @@ def _pool(inputs: Inputs, pool: topology.Pool) -> PoolPlan:
         engine_sleeps=config.cluster.engines.sleep_level if learns else 0,
         judge_sleeps=learns,
         is_gpu=inputs.hardware.kind == "gpu",
-        bucket_bytes=_bucket_bytes(inputs),
+        bucket_bytes=min(round(inputs.config.cluster.bucket_mib * 2**20), weights),
     )
 
 
@@ -92,11 +93,6 @@ def _judge_services(inputs: Inputs) -> list[PoolPlan]:
         for name in inputs.judges
         if services[name].devices
     ]
-
-
-def _bucket_bytes(inputs: Inputs) -> int:
-    weights = bytes_each(inputs) * inputs.architecture.total_parameters
-    return min(round(inputs.config.cluster.bucket_mib * 2**20), weights)
 
 
 def _trained(inputs: Inputs, group: TrainerGroup) -> Trained:

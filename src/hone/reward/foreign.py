@@ -138,7 +138,9 @@ def _trl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_ForeignCall]:
     columns = {name: [value] * len(samples) for name, value in {**gold, **prompt.columns}.items()}
     offered = {
         "prompts": [[dict(m) for m in prompt.messages] if prompt.messages else prompt.text for _ in samples],
-        "completions": [_said(sample) if prompt.messages else sample.text for sample in samples],
+        "completions": [
+            [{"role": "assistant", "content": sample.text}] if prompt.messages else sample.text for sample in samples
+        ],
         "log_metric": logged.__setitem__,
         "log_extra": logged.__setitem__,
     }
@@ -150,10 +152,6 @@ def _trl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_ForeignCall]:
 def _has_tokens(sample: Sample) -> bool:
     """A service may be sent a response without them, or with their number alone."""
     return not sample.text or bool(len(sample.token_ids) and sample.token_ids.min() >= 0)
-
-
-def _said(sample: Sample) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": sample.text}]
 
 
 def _read_trl(group: Group, calls: Sequence[_ForeignCall], returned: Sequence[Any]) -> Any:

@@ -106,7 +106,8 @@ class Checkpoints:
             files[STATE] = write_synced(aside / STATE, lambda file: file.write(state))
             facts = {file: asdict(one) for file, one in files.items()}
             manifest = {"format": FORMAT, "stage": progress.stage, "step": progress.step, "files": facts}
-            write_synced(aside / MANIFEST, lambda file: file.write(_sealed(manifest)))
+            sealed = json.dumps({**manifest, "seal": _seal(manifest)}, indent=1).encode()
+            write_synced(aside / MANIFEST, lambda file: file.write(sealed))
             sync(aside)
             if final.exists():
                 final.rename(self.folder / (_REPLACED + name))
@@ -265,10 +266,6 @@ def _name(progress: Progress) -> str:
     if progress.stage not in STAGE_ORDER:
         raise ValueError(f"a checkpoint's stage must be one of {STAGE_ORDER}, got {progress.stage!r}")
     return ("" if progress.stage == "rl" else f"{progress.stage}-") + f"step-{progress.step:06d}"
-
-
-def _sealed(manifest: dict[str, Any]) -> bytes:
-    return json.dumps({**manifest, "seal": _seal(manifest)}, indent=1).encode()
 
 
 def _seal(manifest: dict[str, Any]) -> str:

@@ -155,7 +155,8 @@ def prompts(job: ForeignJob, value: Any) -> KeyVerdict:
     paths = [part.rpartition("@")[2] for part in _parts(value)]
     probs = job.get("data.prompt_probs")
     if probs is not None and len(paths) == len(numbers(probs)) > 1:
-        return put({"data.train": shared.with_weights(paths, numbers(probs))})
+        shares = zip(paths, numbers(probs), strict=True)
+        return put({"data.train": [{"path": path, "weight": weight} for path, weight in shares]})
     return put({"data.train": paths[0] if len(paths) == 1 else paths})
 
 

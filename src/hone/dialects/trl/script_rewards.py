@@ -38,7 +38,8 @@ def _collect(names: Names, text: str, node: ast.stmt, found: dict[int, str]) -> 
     if first in found:
         return
     for part in ast.walk(node):
-        is_secret = isinstance(part, ast.Constant) and isinstance(part.value, str) and _secret(part.value)
+        literal = part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else None
+        is_secret = literal is not None and (is_secret_value(literal) or looks_secret("value", literal))
         if is_secret or (isinstance(part, ast.Call) and called(part) in _RUNS):
             raise _Stuck
     found[first] = textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
@@ -53,10 +54,6 @@ def _collect(names: Names, text: str, node: ast.stmt, found: dict[int, str]) -> 
             _collect(names, text, assigned[0].statement, found)
         elif not hasattr(builtins, used.id) and used.id != "__file__":
             raise _Stuck
-
-
-def _secret(value: str) -> bool:
-    return is_secret_value(value) or looks_secret("value", value)
 
 
 def _free_names(node: ast.stmt) -> list[ast.Name]:

@@ -223,12 +223,7 @@ class TokenizerCounter:
             return None
 
 
-def without_reasoning(response: str) -> str:
-    """What follows the reasoning; an unfinished one is kept whole, for there is nothing else."""
-    return response.rpartition("</think>")[2] if "</think>" in response else response
-
-
 def fitted(response: str, room_tokens: int, count: Callable[[str], int], cut: Callable[[str, int], str]) -> str:
     """A response that is too long, made to fit: first without its reasoning, then without its middle."""
-    answer = without_reasoning(response).strip()
+    answer = response.rpartition("</think>")[2].strip()  # the whole, where reasoning is unfinished
     return answer if count(answer) <= room_tokens else cut(answer, room_tokens)

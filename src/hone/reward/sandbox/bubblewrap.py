@@ -103,14 +103,11 @@ class Bubblewrap:
 
 def _shown(path: str) -> list[str]:
     """Options that bind a file, folder or link at its own path, under folders that anyone may enter."""
-    options = [part for folder in _above(path) for part in ("--perms", "0755", "--dir", folder)]
+    above = [str(folder) for folder in reversed(Path(path).parents) if str(folder) != "/"]
+    options = [part for folder in above for part in ("--perms", "0755", "--dir", folder)]
     if os.path.islink(path):
         return [*options, "--symlink", os.readlink(path), path]
     return [*options, "--ro-bind", path, path]
-
-
-def _above(path: str) -> list[str]:
-    return [str(folder) for folder in reversed(Path(path).parents) if str(folder) != "/"]
 
 
 @contextlib.contextmanager

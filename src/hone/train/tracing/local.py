@@ -173,7 +173,7 @@ def marked(memory: LiveMemory, model: nn.Module, *, last: str, prefix: str = "")
         update("loss forward")()
         hidden.register_hook(update("layer backward"))
 
-    decoder = _decoder(model)
+    decoder: Any = next(part for part in model.modules() if hasattr(part, "layers") and hasattr(part, "norm"))
     with ExitStack() as stack:
         stack.enter_context(backward_begins(update("loss backward")))
         for handle in (
@@ -182,7 +182,3 @@ def marked(memory: LiveMemory, model: nn.Module, *, last: str, prefix: str = "")
         ):
             stack.callback(handle.remove)
         yield
-
-
-def _decoder(model: nn.Module) -> Any:
-    return next(part for part in model.modules() if hasattr(part, "layers") and hasattr(part, "norm"))

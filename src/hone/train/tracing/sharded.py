@@ -50,7 +50,10 @@ def trace_sharded(trained: Trained, architecture: Mapping[str, Any], batch: Batc
     with _group_of(trained) as mesh:
         model = _TracedPolicy(trained, architecture)
         _divide(model, mesh)
-        microbatch = _laid_out(batch) if trained.work.implementation == "hone" else _packed(trained.work)
+        if trained.work.implementation == "hone":
+            microbatch = Layout.from_flat(batch.prompts, batch.prompt_S, batch.length_S, batch.token_ids_T)
+        else:
+            microbatch = _packed(trained.work)
         with fake_tensors(memory):
             model.to_empty(device="cpu")
             model.tie()
@@ -173,10 +176,6 @@ def _packed(work: Pass) -> _Packed:
     rows = max(1, work.tokens // work.longest) if work.architecture.caps_scores else 1
     position_RX = torch.arange(work.tokens // rows).expand(rows, -1)
     return _Packed(torch.zeros_like(position_RX), position_RX, wanted, wanted)
-
-
-def _laid_out(batch: Batch) -> Layout:
-    return Layout.from_flat(batch.prompts, batch.prompt_S, batch.length_S, batch.token_ids_T)
 
 
 FUSED_ATTENTION = "hone_traced"
