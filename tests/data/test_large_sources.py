@@ -18,6 +18,7 @@ from pictures import LETTERS, MARKS, TEMPLATE, save_picture
 
 from hone.config.run import DataSection, ModelSection, PreferenceSection, SftSection
 from hone.data import cache, lazy, rows
+from hone.data.cache import DataCache
 from hone.data.chat import Tokenizer, character_tokenizer, load_tokenizer
 from hone.data.lazy import repeats
 from hone.data.pairs import load_pairs
@@ -26,6 +27,8 @@ from hone.data.report import LoadProgress
 from hone.data.sft_chat import load_chat_rows
 from hone.errors import DataError
 
+CACHE = DataCache(small_bytes=0)
+"""Small sources are kept in it too."""
 ROWS = [{"prompt": f"{n % 23}+{n}=", "answer": str(n % 23 + n)} for n in range(40)]
 ROWS += [ROWS[3], ROWS[3], {"prompt": "1" * 60, "answer": "2"}, ROWS[5]]
 ORDER_AT_E5086A7 = "7559691f5a0963472c1e71c2840b24990fb921c85b042de3855b9365e0eff8dd"
@@ -34,9 +37,8 @@ ORDER_AT_E5086A7 = "7559691f5a0963472c1e71c2840b24990fb921c85b042de3855b9365e0ef
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
-    """A cache for this test, which small sources are kept in too; returns its folder."""
+    """The folder of a cache for this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(rows, "SMALL_BYTES", 0)
     return tmp_path / "cache" / "hone" / "data"
 
 
@@ -52,9 +54,10 @@ def load(tmp_path, digits, said):
         if line.startswith("warning"):
             said.append(line)
 
-    def load(name="rows.jsonl", *, seed=0, tokenizer=digits, **data):
+    def load(name="rows.jsonl", *, seed=0, tokenizer=digits, small_bytes=0, **data):
         settings = {"answer_column": "answer", "max_prompt_tokens": 50, **data}
-        return load_prompts(DataSection(train=name, **settings), tokenizer, tmp_path, seed=seed, say=say)
+        cache = DataCache(say, small_bytes=small_bytes)
+        return load_prompts(DataSection(train=name, **settings), tokenizer, tmp_path, seed=seed, cache=cache)
 
     return load
 
@@ -95,9 +98,7 @@ def no_row_is_read(monkeypatch):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv", "rows.parquet"])
 def test_a_cached_source_has_the_same_prompts_and_is_read_once(tmp_path, load, said, cached, monkeypatch, name):
     write(tmp_path, name)
-    with monkeypatch.context() as small:
-        small.setattr(rows, "SMALL_BYTES", 1 << 30)
-        in_memory = all_of(load(name))
+    in_memory = all_of(load(name, small_bytes=1 << 30))
     assert not cached.exists()
     assert all_of(load(name)) == in_memory and len(in_memory[1]) == 43 and in_memory[0].too_long == 1
     no_row_is_read(monkeypatch)
@@ -167,36 +168,32 @@ def test_settings_decide_whether_an_index_still_holds(tmp_path, load, cached, mo
 
 
 def test_a_sample_has_rows_of_each_source_and_is_not_kept(tmp_path, digits, cached, monkeypatch):
-    monkeypatch.setattr(lazy, "SAMPLED_OF_EACH", 2)
     sources = (write(tmp_path, "many.jsonl", ROWS[:40]), write(tmp_path, "few.jsonl", ROWS[:3]))
     data = DataSection(train=[{"path": name, "weight": 1} for name in sources], answer_column="answer")
-    stream = load_prompts(data, digits, tmp_path, seed=0, sample=20)
+    stream = load_prompts(data, digits, tmp_path, seed=0, sample=lazy.SampleSize(20, of_each=2), cache=CACHE)
     assert [stream.rows().where(place) for place in (0, 1, 17)] == ["many.jsonl:1", "many.jsonl:3", "many.jsonl:38"]
     assert [stream.rows().where(place) for place in (18, 19)] == ["few.jsonl:1", "few.jsonl:2"]
     assert (stream.report.read, stream.report.of, stream.rows().source_rows) == (20, 43, [40, 3])
     assert "20 of 20 rows, a sample of the 43 there are" in str(stream.report)
-    whole = load_prompts(data, digits, tmp_path, seed=0)
+    whole = load_prompts(data, digits, tmp_path, seed=0, cache=CACHE)
     assert (len(whole.rows()), whole.report.of) == (43, None)
     no_row_is_read(monkeypatch)
-    again = load_prompts(data, digits, tmp_path, seed=0, sample=20)
+    again = load_prompts(data, digits, tmp_path, seed=0, sample=lazy.SampleSize(20, of_each=2), cache=CACHE)
     assert (len(again.rows()), again.report) == (43, whole.report), "what is known of all rows is used"
 
 
 def test_the_digest_of_an_unchanged_file_is_kept_and_a_changed_file_is_hashed_again(tmp_path, cached, monkeypatch):
-    monkeypatch.setattr(cache, "NOTED_BYTES", 0)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"one")
 
-    def digest_in_another_process():
-        monkeypatch.setattr(cache, "_DIGESTS", {})
-        return cache.file_digest(path, print)
+    def digest_in_another_process(settled_s=-1.0):
+        return DataCache(print, noted_bytes=0, settled_s=settled_s).digest(path)
 
-    digest_in_another_process()
+    digest_in_another_process(settled_s=2.0)
     assert not list(cached.glob("*.digest")), "changed a moment ago: it may change again at the same time"
-    monkeypatch.setattr(cache, "SETTLED_S", -1)
     assert digest_in_another_process() == hashlib.sha256(b"one").hexdigest()
     with monkeypatch.context() as noted:
-        noted.setattr(cache, "_digest", None)
+        noted.setattr(cache, "_chunks", None)
         assert digest_in_another_process() == hashlib.sha256(b"one").hexdigest()
     modified = path.stat().st_mtime_ns
     path.write_bytes(b"two")
@@ -212,7 +209,8 @@ def test_an_index_is_of_the_columns_of_each_source(tmp_path, digits, cached, mon
 
     def load(**own):
         data = DataSection(train=[names[0], {"path": names[1], **own}], answer_column="answer")
-        return [(p.text, p.answer, p.source) for p in load_prompts(data, digits, tmp_path, seed=0).rows()]
+        stream = load_prompts(data, digits, tmp_path, seed=0, cache=CACHE)
+        return [(p.text, p.answer, p.source) for p in stream.rows()]
 
     first = load(template="{prompt}{answer}")
     assert first[40:] == [(f"{row['prompt']}{row['answer']}", row["answer"], "few.jsonl") for row in ROWS[:3]]
@@ -275,8 +273,8 @@ def test_a_writer_that_fails_leaves_nothing(cached):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.save("k", fail, print)
-    assert not list(cached.iterdir()) and cache.find("k", print) is None
+        DataCache(print).save("k", fail)
+    assert not list(cached.iterdir()) and DataCache(print).find("k") is None
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_nothing_else_changes(tmp_path, load, said, cached, monkeypatch):
@@ -345,9 +343,10 @@ def test_an_entry_that_several_write_at_once_is_whole(cached, said):
             writer.write_table(table)
         return {"rows": 1000}
 
+    shared = DataCache(said.append)
     with ThreadPoolExecutor(8) as threads:
-        entries = list(threads.map(lambda _: cache.save("k", write_slowly, said.append), range(8)))
-    found = cache.find("k", said.append)
+        entries = list(threads.map(lambda _: shared.save("k", write_slowly), range(8)))
+    found = shared.find("k")
     assert found is not None and not said
     assert {entry.batches.read_all().num_rows for entry in [*entries, found]} == {1000}
 
@@ -370,10 +369,10 @@ def test_rows_with_pictures_are_looked_at_in_every_start(tmp_path, cached):
     save_picture(tmp_path / "a.png", 1, width=84, height=56)
     write(tmp_path, "rows.jsonl", [{"prompt": "how many?", "image": "a.png"}])
     data = DataSection(train="rows.jsonl", chat=True, image_columns=("image",))
-    first = load_prompts(data, tokenizer, tmp_path, seed=0)
+    first = load_prompts(data, tokenizer, tmp_path, seed=0, cache=CACHE)
     before = first.rows()[0]
     save_picture(tmp_path / "a.png", 2, width=84, height=56)
-    after = load_prompts(data, tokenizer, tmp_path, seed=0).rows()[0]
+    after = load_prompts(data, tokenizer, tmp_path, seed=0, cache=CACHE).rows()[0]
     assert after.id != before.id and after.pictures != before.pictures
     with pytest.raises(DataError, match=r"rows.jsonl:1: could be read when the data were loaded, and now becomes"):
         first.rows()[0]
@@ -387,7 +386,7 @@ def test_the_time_in_a_template_is_that_of_the_start(tmp_path, digits, cached):
     hf.chat_template = "{{ strftime_now('%H:%M:%S:%f') }}={{ messages[0].content }}"
     write(tmp_path, "rows.jsonl", [{"prompt": "1+1=", "answer": "2"}])
     data = DataSection(train="rows.jsonl", chat=True)
-    streams = [load_prompts(data, Tokenizer(hf), tmp_path, seed=0) for _ in range(2)]
+    streams = [load_prompts(data, Tokenizer(hf), tmp_path, seed=0, cache=CACHE) for _ in range(2)]
     texts = [[prompt.text for prompt in itertools.islice(stream.starting_at(0), 3)] for stream in streams]
     times = [{text.split("=")[0] for text in own} for own in texts]
     assert [len(own) for own in times] == [1, 1] and times[0] != times[1]
@@ -405,9 +404,9 @@ def test_supervised_rows_conversations_and_pairs_are_indexed_too(tmp_path, digit
     chats = SftSection(messages_column="talk")
 
     def everything():
-        imitated = load_sft_rows(data, sft, digits, folder)
-        talks = load_chat_rows(data, chats, Tokenizer(hf), folder, max_tokens=99)
-        pairs = load_pairs(data, PreferenceSection(), digits, folder, max_tokens=99)
+        imitated = load_sft_rows(data, sft, digits, folder, cache=CACHE)
+        talks = load_chat_rows(data, chats, Tokenizer(hf), folder, max_tokens=99, cache=CACHE)
+        pairs = load_pairs(data, PreferenceSection(), digits, folder, max_tokens=99, cache=CACHE)
         return [[[list(side) for side in item[:2]] for item in part] for part in (imitated, talks, pairs)]
 
     first = everything()
@@ -427,7 +426,7 @@ def test_the_hash_of_the_rows_is_found_once_for_each_content(tmp_path, cached, m
         datasets.Dataset.from_list(found[:40]).save_to_disk(tmp_path / "set")
 
     def digest():
-        return rows.rows_digest(source, tmp_path, split="train", say=print)
+        return rows.rows_digest(source, tmp_path, split="train", cache=CACHE)
 
     expected = []
     for found in (ROWS, ROWS[1:41]):

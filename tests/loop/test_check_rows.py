@@ -8,10 +8,9 @@ import socket
 import pytest
 
 from hone.config.load import load_config
-from hone.data import lazy
 from hone.data.chat import character_tokenizer
+from hone.data.lazy import SampleSize
 from hone.run import check as preflight
-from hone.run import check_rewards
 
 RUN = """\
 run: {dir: runs/tiny, steps: 3}
@@ -33,14 +32,14 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "key": f"{a},{b}"} for a i
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """`check(rows, *overrides, reward=source)`: the report on these rows, with this file of rewards."""
+    """`check(rows, *overrides, reward=source, **sizes)`: the report on these rows, with this file of rewards."""
     monkeypatch.chdir(tmp_path)
 
-    def checked(rows, *overrides, reward=COMPARE):
+    def checked(rows, *overrides, reward=COMPARE, **sizes):
         (tmp_path / "run.yaml").write_text(RUN)
         (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "mine.py").write_text(reward)
-        return asyncio.run(preflight.check(load_config("run.yaml", overrides)))
+        return asyncio.run(preflight.check(load_config("run.yaml", overrides), **sizes))
 
     return checked
 
@@ -241,11 +240,8 @@ def test_the_mixture_of_several_sources_is_shown(check, tmp_path):
 
 
 @pytest.mark.parametrize("reward", [BUILT_IN, "run.steps=3"])
-def test_of_many_rows_a_sample_is_checked_and_it_says_so(check, monkeypatch, reward):
-    monkeypatch.setattr(preflight, "SAMPLE_ROWS", 6)
-    monkeypatch.setattr(check_rewards, "SAMPLE_ROWS", 4)
-    monkeypatch.setattr(lazy, "SAMPLED_OF_EACH", 1)
-    report = check([*ROWS, *ROWS, *ROWS[:4]], reward)
+def test_of_many_rows_a_sample_is_checked_and_it_says_so(check, reward):
+    report = check([*ROWS, *ROWS, *ROWS[:4]], reward, sample=SampleSize(6, of_each=1), most_tried=4)
     assert report.is_ok and report.not_checked == ["train: 14 rows outside of the sample"]
     assert "train: sums.jsonl: 6 of 6 rows, a sample of the 20 there are" in report.lines
     assert "rewards: tried on 4 of 20 rows" in report.lines

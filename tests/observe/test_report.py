@@ -112,9 +112,8 @@ def test_it_says_where_the_run_comes_from_and_shows_groups_with_signal_first(tmp
     assert [group for group, _ in shown] == [group for group in first for _ in range(2)]
 
 
-def test_it_is_written_during_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("hone.observe.observer.REPORT_AFTER_S", 0.0)
-    observer = Observer(tmp_path, Settings(), title="t", total_steps=3)
+def test_it_is_written_during_the_run(tmp_path):
+    observer = Observer(tmp_path, Settings(), title="t", total_steps=3, report_after_s=0.0)
     observer.log("rl", 1, {"rollout/reward_mean": 0.5})
     observer._reporting.join(60)
     data = page_data((tmp_path / "report.html").read_text())

@@ -6,7 +6,6 @@ import base64
 from dataclasses import replace
 
 import numpy as np
-import pictures
 import pytest
 import torch
 from pictures import forward, save_picture, save_seeing_model
@@ -84,8 +83,7 @@ def compared(folder, reply, files):
         yield from zip(found, forward(model, prompt, choice.token_ids[:known]).tolist(), strict=True)
 
 
-def test_what_is_sampled_is_what_transformers_computes(folder, monkeypatch):
-    monkeypatch.setattr(pictures, "MARK", MARK)
+def test_what_is_sampled_is_what_transformers_computes(folder):
     files = [folder / "0.png", folder / "1.png"]
     parts = [image(data_url(files[0])), {"type": "text", "text": "and"}, image(data_url(files[1]))]
     both, swapped, none = asked(folder, parts, parts[::-1], "and")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from unittest import mock
 
 import numpy as np
 import torch
@@ -59,6 +58,8 @@ def seen(case: Case, *, alone: bool = False) -> Seen:
     if case.lora:
         add_adapter(model, LoraSection(rank=2), seed=1, dtype=torch.float32)
     model.checkpointing = case.checkpointing
+    assert model.vision is not None
+    model.vision.patches_per_pass = case.patches_per_pass
     passes = Passes("float32", tokens_per_microbatch=60, logprob_chunk_tokens=64, temperature=1.0)
     if not alone:
         passes.ranks = FsdpRanks(make_mesh(torch.device("cpu"), **case.mesh))
@@ -68,11 +69,9 @@ def seen(case: Case, *, alone: bool = False) -> Seen:
     gradients: list[dict[str, Tensor]] = []
     watch(trainer, gradients)
     every = [np.arange(len(batch.length_S))]
-    with mock.patch.object(vision, "PATCHES_PER_PASS", case.patches_per_pass):
-        logprobs_T = trainer.logprobs(batch)
-        for _ in range(case.updates):
-            trainer.update(batch, algorithm, every)
-    assert model.vision is not None
+    logprobs_T = trainer.logprobs(batch)
+    for _ in range(case.updates):
+        trainer.update(batch, algorithm, every)
     weights = {name: weight.clone() for name, weight in trainer.weights()}
     return Seen(logprobs_T, gradients, weights, model.vision.num_computed)
 

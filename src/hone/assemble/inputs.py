@@ -18,9 +18,8 @@ from huggingface_hub.constants import ENDPOINT
 import hone
 from hone.config.load import Loaded
 from hone.config.source import SourceSection
-from hone.data.cache import file_digest
+from hone.data.cache import DEFAULT_CACHE
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
-from hone.data.report import on_stderr
 from hone.data.rows import rows_digest
 from hone.errors import DataError, RunFolderError
 from hone.model.load import weight_files
@@ -91,9 +90,9 @@ def _rows(source: str, folder: Path, split: str) -> str:
     """Of a file its bytes, of a dataset its rows."""
     path = folder / Path(source).expanduser()
     if path.is_file():
-        return file_digest(path, on_stderr)
+        return DEFAULT_CACHE.digest(path)
     try:
-        return rows_digest(source, folder, split=split, say=on_stderr)
+        return rows_digest(source, folder, split=split, cache=DEFAULT_CACHE)
     except DataError:  # which is said by the stage that reads it
         return "unreadable"
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from hone.assemble.memory import RunMemory
 from hone.config.load import Loaded
 from hone.config.run import RunConfig, RunSection
 from hone.config.topology import Topology
+from hone.data.cache import DataCache
 from hone.data.chat import Tokenizer
 from hone.devices import FoundDevices, device_of
 from hone.errors import ConfigError, HoneError, Stopped
@@ -64,6 +66,11 @@ class Job:
     def base_dir(self) -> Path:
         """Where relative paths of the run file start."""
         return self.loaded.run_file.parent
+
+    @cached_property
+    def data_cache(self) -> DataCache:
+        """Of this run's data; shows its progress on the console."""
+        return DataCache(self.observer.say)
 
     @property
     def guard(self) -> Guard:

@@ -160,7 +160,7 @@ def held_out_evaluation(job: Job, engine: Engine, rewards: Rewards) -> Evaluate 
     config = job.config
     if config.data.eval is None:
         return None
-    stream = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, part="eval", say=job.observer.say)
+    stream = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, part="eval", cache=job.data_cache)
     job.observer.say(f"evaluating on {stream.report}")
     prompts = tuple(stream.rows())
     sampling = evaluation_sampling(config)

@@ -285,7 +285,7 @@ async def run_stage(job: Job, backend: Backend, stage: Stage, saved: SavedCheckp
 async def imitate_once(job: Job, backend: Backend, saved: SavedCheckpoint | None, ready: Callable[[], None]) -> None:
     """Supervised fine-tuning from the run file's model; leaves its weights in `stage_weights`. Calls `ready` when the
     trainer is there."""
-    rows = imitation_rows(job.config, job.tokenizer, job.base_dir, job.observer.say)
+    rows = imitation_rows(job.config, job.tokenizer, job.base_dir, job.data_cache)
     job.observer.say(f"imitating {rows.report}")
     steps = total_steps(job.config.sft, len(rows))
     progress = begin_stage(job, "sft", saved)
@@ -304,7 +304,7 @@ async def learn_preferences_once(
     config, tokenizer = job.config, job.tokenizer
     longest = longest_tokens(config)
     load = partial(load_pairs, config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest)
-    pairs, held_out = (load(part=part, say=job.observer.say) for part in ("train", "eval"))
+    pairs, held_out = (load(part=part, cache=job.data_cache) for part in ("train", "eval"))
     job.observer.say(f"pairs to learn from: {pairs.report}; held out: {held_out.report}")
     steps = pair_steps(config.rm, len(pairs))
     progress = begin_stage(job, "reward_model", saved)
@@ -322,7 +322,7 @@ async def optimise_once(job: Job, backend: Backend, saved: SavedCheckpoint | Non
     """The policy loop, from the run file's model or from what the SFT stage left. Calls `ready` when trainer and engine
     are there."""
     config = job.config
-    prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, say=job.observer.say)
+    prompts = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, cache=job.data_cache)
     job.observer.say(f"training on {prompts.report}")
     progress = begin_stage(job, "rl", saved, job.memory.predict)
     prompts.order.restore(progress.order)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hone.data.report import LoadProgress
+from hone.data.report import LoadProgress, on_stderr
 from hone.errors import DataError
 from hone.observe.whole import sync, write_whole
 
@@ -35,10 +35,6 @@ Write = Callable[[Any], Mapping[str, Any]]
 """Writes an Arrow file to a sink that `pyarrow.ipc.new_file` takes; returns notes to keep beside it, as JSON."""
 
 UNUSED_DAYS = 30
-NOTED_BYTES = 1 << 20
-"""The digests of files from this size on are kept in the cache folder."""
-SETTLED_S = 2.0
-"""Seconds since its last change after which a file's times tell its next change: clocks of file systems are coarse."""
 _CHUNK_BYTES = 1 << 22
 
 
@@ -61,33 +57,112 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def file_digest(path: Path, say: Say) -> str:
-    """SHA-256 of a file's bytes. Read once, unless its size, times or inode change; of a large file, once for all
-    processes. Raises OSError."""
-    found = path.stat()
-    key = key_of(str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_dev, found.st_ino)
-    if key not in _DIGESTS:
-        is_noted = found.st_size >= NOTED_BYTES and time.time() - max(found.st_mtime, found.st_ctime) > SETTLED_S
-        note = cache_folder() / f"{key}.digest"
-        digest = _noted(note) if is_noted else None
-        if digest is None:
-            digest = _digest(path, say)
-            if is_noted:
-                with suppress(OSError):  # a cache that cannot be written to, which `save` says
-                    note.parent.mkdir(parents=True, exist_ok=True)
-                    write_whole(note, digest)
-        _DIGESTS[key] = digest
-    return _DIGESTS[key]
+class DataCache:
+    """Finds and keeps what was made from data.
 
+    Attributes:
+        say: shows a line to the user: progress, and what is wrong with the cache.
+        small_bytes: a source of fewer bytes is read at every start, and nothing of it is cached.
+    """
 
-_DIGESTS: dict[str, str] = {}
+    def __init__(
+        self,
+        say: Say = on_stderr,
+        *,
+        small_bytes: int = 1 << 20,
+        noted_bytes: int = 1 << 20,
+        settled_s: float = 2.0,
+    ) -> None:
+        """
+        Args:
+            noted_bytes: the digests of files from this size on are kept in the cache folder.
+            settled_s: seconds since its last change after which a file's times tell its next change: clocks of file
+                systems are coarse.
+        """
+        self.say, self.small_bytes = say, small_bytes
+        self._noted_bytes, self._settled_s = noted_bytes, settled_s
+        self._digests: dict[str, str] = {}
 
+    def digest(self, path: Path) -> str:
+        """SHA-256 of a file's bytes. Read once, unless its size, times or inode change; of a large file, once for all
+        processes. Raises OSError."""
+        found = path.stat()
+        changed_s = max(found.st_mtime, found.st_ctime)
+        key = key_of(
+            str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_dev, found.st_ino
+        )
+        if key not in self._digests:
+            is_noted = found.st_size >= self._noted_bytes and time.time() - changed_s > self._settled_s
+            note = cache_folder() / f"{key}.digest"
+            digest = _noted(note) if is_noted else None
+            if digest is None:
+                hashed = hashlib.sha256()
+                for chunk in _chunks(path, "hashing", self.say):
+                    hashed.update(chunk)
+                digest = hashed.hexdigest()
+                if is_noted:
+                    with suppress(OSError):  # a cache that cannot be written to, which `save` says
+                        note.parent.mkdir(parents=True, exist_ok=True)
+                        write_whole(note, digest)
+            self._digests[key] = digest
+        return self._digests[key]
 
-def _digest(path: Path, say: Say) -> str:
-    hashed = hashlib.sha256()
-    for chunk in _chunks(path, "hashing", say):
-        hashed.update(chunk)
-    return hashed.hexdigest()
+    def find(self, key: str) -> CacheEntry | None:
+        """The entry of a key. One that is broken is removed, which is said, and is none."""
+        import pyarrow
+
+        described = cache_folder() / f"{key}.json"
+        try:
+            description = described.read_bytes()
+        except OSError:  # none, or a folder that cannot be used, which `save` says
+            return None
+        try:
+            about = json.loads(description)
+            path = described.with_name(about["file"])
+            found = path.stat()
+            is_untouched = found.st_mtime_ns == about["mtime_ns"]
+            if found.st_size != about["bytes"] or not (is_untouched or _checksum(path, self.say) == about["crc32"]):
+                raise ValueError("its size or checksum differs")
+            entry = CacheEntry(_mapped(path), about["notes"])
+        except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+            _remove_broken(described, error, self.say)
+            return None
+        with suppress(OSError):  # of another user, or on a disk that cannot be written to
+            os.utime(described)
+        return entry
+
+    def save(self, key: str, write: Write) -> CacheEntry:
+        """Write an entry and keep it. Where the cache folder cannot be written to, which is said, it lasts as long as
+        this process.
+
+        Raises DataError where no temporary file can be written either.
+        """
+        folder = cache_folder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_unused(folder)
+            path, notes = _written(folder, f"{key}.", write)
+            sync(path)
+            written = path.stat()
+            about = {"file": path.name, "bytes": written.st_size, "mtime_ns": written.st_mtime_ns, "notes": notes}
+            about["crc32"] = _checksum(path, self.say)
+            aside, _ = _written(folder, f"{key}.", lambda sink: sink.write(json.dumps(about).encode()), suffix=".new")
+            sync(aside)
+            aside.replace(folder / f"{key}.json")
+            sync(folder)
+            return CacheEntry(_mapped(path), notes)
+        except OSError as error:
+            why = f"cannot be written ({error}), so the next start reads the data again"
+            self.say(f"warning: the data cache in {folder} {why}")
+        try:
+            path, notes = _written(Path(tempfile.gettempdir()), "hone-data.", write)
+            entry = CacheEntry(_mapped(path), notes)
+            path.unlink()  # the mapping stays
+            return entry
+        except OSError as error:
+            raise DataError(
+                f"data: no room for a memory-mapped copy of the rows: {error}. Set XDG_CACHE_HOME."
+            ) from error
 
 
 def _noted(note: Path) -> str | None:
@@ -99,60 +174,8 @@ def _noted(note: Path) -> str | None:
     return digest if re.fullmatch("[0-9a-f]{64}", digest) else None
 
 
-def find(key: str, say: Say) -> CacheEntry | None:
-    """The entry of a key. One that is broken is removed, which is said, and is none."""
-    import pyarrow
-
-    described = cache_folder() / f"{key}.json"
-    try:
-        description = described.read_bytes()
-    except OSError:  # none, or a folder that cannot be used, which `save` says
-        return None
-    try:
-        about = json.loads(description)
-        path = described.with_name(about["file"])
-        found = path.stat()
-        is_untouched = found.st_mtime_ns == about["mtime_ns"]
-        if found.st_size != about["bytes"] or not (is_untouched or _checksum(path, say) == about["crc32"]):
-            raise ValueError("its size or checksum differs")
-        entry = CacheEntry(_mapped(path), about["notes"])
-    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        _remove_broken(described, error, say)
-        return None
-    with suppress(OSError):  # of another user, or on a disk that cannot be written to
-        os.utime(described)
-    return entry
-
-
-def save(key: str, write: Write, say: Say) -> CacheEntry:
-    """Write an entry and keep it. Where the cache folder cannot be written to, which is said, it lasts as long as this
-    process.
-
-    Raises DataError where no temporary file can be written either.
-    """
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_unused(folder)
-        path, notes = _written(folder, f"{key}.", write)
-        sync(path)
-        written = path.stat()
-        about = {"file": path.name, "bytes": written.st_size, "mtime_ns": written.st_mtime_ns, "notes": notes}
-        about["crc32"] = _checksum(path, say)
-        aside, _ = _written(folder, f"{key}.", lambda sink: sink.write(json.dumps(about).encode()), suffix=".new")
-        sync(aside)
-        aside.replace(folder / f"{key}.json")
-        sync(folder)
-        return CacheEntry(_mapped(path), notes)
-    except OSError as error:
-        say(f"warning: the data cache in {folder} cannot be written ({error}), so the next start reads the data again")
-    try:
-        path, notes = _written(Path(tempfile.gettempdir()), "hone-data.", write)
-        entry = CacheEntry(_mapped(path), notes)
-        path.unlink()  # the mapping stays
-        return entry
-    except OSError as error:
-        raise DataError(f"data: no room for a memory-mapped copy of the rows: {error}. Set XDG_CACHE_HOME.") from error
+DEFAULT_CACHE = DataCache()
+"""Of callers without a console of their own."""
 
 
 def in_memory(write: Write) -> CacheEntry:

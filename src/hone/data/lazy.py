@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 import hone
 from hone.config.derived import section_of
 from hone.config.run import DataSection
-from hone.data import cache
-from hone.data.cache import Say
+from hone.data.cache import DataCache, Say, key_of
 from hone.data.order import RowOrder, SourceRange, order_of
 from hone.data.render import Malformed, as_text, column
 from hone.data.report import LoadProgress, LoadReport, Tally, nothing_left
@@ -34,12 +33,18 @@ from hone.errors import DataError
 Item = TypeVar("Item")
 READ_TOGETHER = 1024
 """Rows that the first pass tokenises together."""
-SAMPLED_OF_EACH = 64
-"""Rows of each source in a sample, at least."""
 MADE_TOGETHER = 64
 """Rows that a loop over all of them makes together."""
 LIBRARIES = ("tokenizers", "transformers", "jinja2")
 """Libraries that decide what a row becomes."""
+
+
+class SampleSize(NamedTuple):
+    """How much is read of data of which a sample is enough."""
+
+    rows: int
+    of_each: int = 64
+    """Rows of each source, at least."""
 
 
 class Facts(NamedTuple):
@@ -215,38 +220,37 @@ def load_lazily(
     reading: RowReading[Item],
     *,
     max_tokens: int,
-    say: Say,
+    cache: DataCache,
     order_column: str | None = None,
-    sample: int | None = None,
+    sample: SampleSize | None = None,
 ) -> LazyRows[Item]:
     """Read a source once, unless that has been done before.
 
     Args:
         folder: the run file's, for relative paths.
         max_tokens: longer rows are dropped and reported.
-        say: is given a line for what takes longer than two seconds, and for a broken cache.
         order_column: with the number that rows are sorted by; None: none.
-        sample: rows to read of a source that has more and was never read whole; the others are passed over.
+        sample: what to read of a source that has more rows and was never read whole; the others are passed over.
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
     """
-    rows = open_rows(source, folder, say=say)
+    rows = open_rows(source, folder, cache)
     tally = Tally(data, str(source), max_tokens=max_tokens)
     key: str | None = None
     if rows.key is not None and reading.is_repeatable():
         libraries = [hone.__version__, *map(version, LIBRARIES)]
         limits = [max_tokens, data.max_bad_rows, order_column]
-        key = cache.key_of("index", FORMAT, rows.key, dict(reading.settings), limits, libraries)
-    entry = cache.find(key, say) if key is not None else None
+        key = key_of("index", FORMAT, rows.key, dict(reading.settings), limits, libraries)
+    entry = cache.find(key) if key is not None else None
     if entry is None:
         numbers = range(len(rows)) if sample is None else _sample_of(rows, sample)
         tally.of = len(rows) if len(numbers) < len(rows) else None
-        columns = _index(rows, numbers, reading, tally, order_column, say)
+        columns = _index(rows, numbers, reading, tally, order_column, cache.say)
         if not tally.kept:
             raise DataError(nothing_left(tally.report()))
         if key is None or tally.of is not None or not reading.is_repeatable():
             return LazyRows(rows, reading, columns, tally.report())
-        entry = cache.save(key, partial(_write, columns, tally.report()), say)
+        entry = cache.save(key, partial(_write, columns, tally.report()))
     batch = entry.batches.get_batch(0)
     columns = {name: batch.column(name).to_numpy(zero_copy_only=True) for name in batch.schema.names}
     notes = entry.notes["report"]
@@ -259,14 +263,14 @@ def spread(count: int, most: int) -> range | list[int]:
     return range(count) if count <= most else [number * count // most for number in range(most)]
 
 
-def _sample_of(rows: SourceRows, most: int) -> Sequence[int]:
+def _sample_of(rows: SourceRows, sample: SampleSize) -> Sequence[int]:
     """The numbers of so many rows or a few more: some of each source, at even distances."""
-    if len(rows) <= most:
+    if len(rows) <= sample.rows:
         return range(len(rows))
     numbers: list[int] = []
     for source in rows.sources:
         size = source.stop - source.start
-        own = spread(size, max(SAMPLED_OF_EACH, most * size // len(rows)))
+        own = spread(size, max(sample.of_each, sample.rows * size // len(rows)))
         numbers += [source.start + number for number in own]
     return numbers
 

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hone.config.run import DataSection, PreferenceSection
-from hone.data.cache import Say
+from hone.data.cache import DEFAULT_CACHE, DataCache
 from hone.data.chat import Message, Tokenizer
 from hone.data.conversation import ConversationReader, UnreadableConversation
-from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem, reading_of
+from hone.data.lazy import Facts, LazyRows, RowReading, SampleSize, load_lazily, or_problem, reading_of
 from hone.data.prompts import hash_of, row_settings
 from hone.data.render import Malformed, Renderer, as_text, column
-from hone.data.report import on_stderr
 from hone.data.sources import Part, SourceRow, source_of
 
 
@@ -37,15 +36,14 @@ def load_pairs(
     *,
     max_tokens: int,
     part: Part = "train",
-    say: Say = on_stderr,
-    sample: int | None = None,
+    cache: DataCache = DEFAULT_CACHE,
+    sample: SampleSize | None = None,
 ) -> LazyRows[PreferencePair]:
     """The pairs of one part of the data, in the order of the source.
 
     Args:
         folder: the run file's, for relative paths.
         max_tokens: of one conversation; a pair with a longer one is dropped and reported.
-        say: is given lines about progress.
         sample: as of `load_lazily`.
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
@@ -53,7 +51,9 @@ def load_pairs(
     source = source_of(data, part, lacking="there are no held-out pairs to measure the reward model on")
     reading = reading_of(source, data, lambda own: _PairReading(own, rm, tokenizer))
     by = data.order_column if part == "train" else None
-    return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by, sample=sample)
+    return load_lazily(
+        source, data, folder, reading, max_tokens=max_tokens, cache=cache, order_column=by, sample=sample
+    )
 
 
 class _PairReading(RowReading[PreferencePair]):

@@ -19,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.config.run import DataSection, SftSection
-from hone.data.cache import Say
+from hone.data.cache import DEFAULT_CACHE, DataCache
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
-from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem, reading_of
+from hone.data.lazy import Facts, LazyRows, RowReading, SampleSize, load_lazily, or_problem, reading_of
 from hone.data.order import RowOrder
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.render import Malformed, Renderer, as_text, column
-from hone.data.report import on_stderr
 from hone.data.sources import Part, SourceRow, imitated_source, source_of
 from hone.errors import DataError
 from hone.types import Picture, Prompt, TokenIds, read_only
@@ -81,15 +80,14 @@ def load_prompts(
     *,
     seed: int,
     part: Part = "train",
-    say: Say = on_stderr,
-    sample: int | None = None,
+    cache: DataCache = DEFAULT_CACHE,
+    sample: SampleSize | None = None,
 ) -> PromptStream:
     """Read, render and tokenise one part of the data, unless a cache knows what comes of it.
 
     Args:
         folder: the run file's, for relative paths.
         part: `train` comes in the order that `data.order` says, `eval` as in the source.
-        say: is given lines about progress.
         sample: as of `load_lazily`.
     Raises:
         DataError: no source, nothing usable in it, or a malformed row that may not be skipped.
@@ -98,7 +96,7 @@ def load_prompts(
     reading = reading_of(source, data, lambda own: _PromptReading(own, tokenizer, folder))
     by = data.order_column if part == "train" else None
     limit = data.max_prompt_tokens
-    prompts = load_lazily(source, data, folder, reading, max_tokens=limit, say=say, order_column=by, sample=sample)
+    prompts = load_lazily(source, data, folder, reading, max_tokens=limit, cache=cache, order_column=by, sample=sample)
     as_is = RowOrder(prompts.sources, seed=seed, order="source")
     return PromptStream(prompts, prompts.order(data, seed=seed, in_rl=True) if part == "train" else as_is)
 
@@ -109,8 +107,8 @@ def load_sft_rows(
     tokenizer: Tokenizer,
     folder: Path,
     *,
-    say: Say = on_stderr,
-    sample: int | None = None,
+    cache: DataCache = DEFAULT_CACHE,
+    sample: SampleSize | None = None,
 ) -> LazyRows[SftRow]:
     """Supervised rows in source order: prompts as in `load_prompts`, and responses with EOS. `sample`: as of
     `load_lazily`.
@@ -120,7 +118,7 @@ def load_sft_rows(
     source, limit = imitated_source(data, sft), data.max_prompt_tokens
     reading = reading_of(source, data, lambda own: _SftReading(own, sft, tokenizer, folder))
     by = data.order_column if sft.data is None else None
-    return load_lazily(source, data, folder, reading, max_tokens=limit, say=say, order_column=by, sample=sample)
+    return load_lazily(source, data, folder, reading, max_tokens=limit, cache=cache, order_column=by, sample=sample)
 
 
 def shortened(ids: Sequence[int], data: DataSection) -> Sequence[int]:

@@ -19,8 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hone.data import cache
-from hone.data.cache import CacheEntry, Say
+from hone.data.cache import CacheEntry, DataCache, in_memory, key_of
 from hone.data.order import SourceRange
 from hone.data.report import LoadProgress
 from hone.data.sources import (
@@ -44,8 +43,6 @@ from hone.errors import DataError
 if TYPE_CHECKING:
     import pyarrow
 
-SMALL_BYTES = 1 << 20
-"""A source of fewer bytes is read at every start, and nothing of it is cached."""
 FORMAT = 1
 """Of cache entries: another number makes them all again."""
 OTHER_FILES = 512
@@ -123,12 +120,11 @@ class SourceRows:
         return part, number - self._starts[part]
 
 
-def open_rows(source: DataSource, folder: Path, *, say: Say) -> SourceRows:
+def open_rows(source: DataSource, folder: Path, cache: DataCache) -> SourceRows:
     """The rows of one part of the data, one source after the other.
 
     Args:
         folder: the run file's, for relative paths.
-        say: is given a line for what takes longer than two seconds, and for a broken cache.
     Raises:
         DataError: as `sources.read_rows`.
     """
@@ -137,7 +133,7 @@ def open_rows(source: DataSource, folder: Path, *, say: Say) -> SourceRows:
     part = parse_slice(source.rows) if source.rows is not None else slice(None)
     from_the_end = min(part.start or 0, part.stop or 0) < 0
     limit = None if from_the_end else part.stop
-    is_large = _is_large(parts, say)
+    is_large = _is_large(parts, cache)
     if is_large:
         _allow_open_files(len(parts))
     opened: list[_NumberedRows] = []
@@ -148,34 +144,34 @@ def open_rows(source: DataSource, folder: Path, *, say: Say) -> SourceRows:
             break
         if isinstance(one, Dataset):
             opened.append(_DatasetRows(one))
-            keys.append(_content_key(one, say) if is_large else None)
+            keys.append(_content_key(one, cache) if is_large else None)
         elif not is_large and one.kind != ".parquet":
             opened.append(_HeldRows(one, left))
             keys.append(None)
         else:
-            key = cache.key_of("rows", FORMAT, _content_key(one, say), left) if is_large else None
-            opened.append(_FileRows(_stored(one, left, key, say), one))
+            key = key_of("rows", FORMAT, _content_key(one, cache), left) if is_large else None
+            opened.append(_FileRows(_stored(one, left, key, cache), one))
             keys.append(key)
     chosen = range(*part.indices(sum(map(len, opened))))
     names = [one.name for one in parts]
-    whole = cache.key_of(keys, names, chosen.start, chosen.stop) if is_large and None not in keys else None
+    whole = key_of(keys, names, chosen.start, chosen.stop) if is_large and None not in keys else None
     owners = [number for number, _ in found[: len(opened)]]
     return SourceRows(opened, source_labels(source.sources), owners, chosen, whole)
 
 
-def rows_digest(source: str, folder: Path, *, split: str, say: Say) -> str:
+def rows_digest(source: str, folder: Path, *, split: str, cache: DataCache) -> str:
     """SHA-256 of the rows of a source, of a large one found once for each content. Raises DataError as `open_rows`."""
     parts = parts_of(source, folder, split)
-    keys = [_content_key(part, say) for part in parts] if _is_large(parts, say) else [None]
-    key = cache.key_of("digest", FORMAT, keys, [part.name for part in parts]) if None not in keys else None
-    if key is not None and (found := cache.find(key, say)) is not None:
+    keys = [_content_key(part, cache) for part in parts] if _is_large(parts, cache) else [None]
+    key = key_of("digest", FORMAT, keys, [part.name for part in parts]) if None not in keys else None
+    if key is not None and (found := cache.find(key)) is not None:
         return found.notes["sha256"]
-    hashed, progress = hashlib.sha256(), LoadProgress(f"hashing {source}", say)
+    hashed, progress = hashlib.sha256(), LoadProgress(f"hashing {source}", cache.say)
     for number, row in enumerate(read_rows(source, folder, split=split)):
         hashed.update(json.dumps(getattr(row, "values", str(row)), sort_keys=True, default=str).encode())
         progress.at(number)
     if key is not None:
-        cache.save(key, partial(_write_notes, {"sha256": hashed.hexdigest()}), say)
+        cache.save(key, partial(_write_notes, {"sha256": hashed.hexdigest()}))
     return hashed.hexdigest()
 
 
@@ -272,11 +268,12 @@ def _num_bytes(part: DataFile | Dataset) -> int:
         raise DataError(f"data {part.name}: cannot be read: {error}") from error
 
 
-def _is_large(parts: Sequence[DataFile | Dataset], say: Say) -> bool:
+def _is_large(parts: Sequence[DataFile | Dataset], cache: DataCache) -> bool:
     """Whether a source is memory-mapped and cached."""
-    is_large = sum(map(_num_bytes, parts)) >= SMALL_BYTES
+    is_large = sum(map(_num_bytes, parts)) >= cache.small_bytes
     if is_large and find_spec("pyarrow") is None:
-        say(f"data {parts[0].name}: pyarrow is not installed, so the rows are read at every start and held in memory")
+        lacking = "pyarrow is not installed, so the rows are read at every start and held in memory"
+        cache.say(f"data {parts[0].name}: {lacking}")
         return False
     return is_large
 
@@ -298,23 +295,23 @@ def _dataset_files(dataset: Dataset) -> list[Path]:
     return [Path(one["filename"]) for one in dataset.rows.cache_files]
 
 
-def _content_key(part: DataFile | Dataset, say: Say) -> str | None:
+def _content_key(part: DataFile | Dataset, cache: DataCache) -> str | None:
     """By the bytes of its files; None for a dataset that is in memory."""
     try:
         if isinstance(part, DataFile):
-            return cache.key_of("file", part.path.suffix, part.kind, cache.file_digest(part.path, say))
-        digests = [cache.file_digest(path, say) for path in _dataset_files(part)]
+            return key_of("file", part.path.suffix, part.kind, cache.digest(part.path))
+        digests = [cache.digest(path) for path in _dataset_files(part)]
     except OSError as error:
         raise DataError(f"data {part.name}: cannot be read to its end: {error}") from error
-    return cache.key_of("dataset", digests, str(part.rows.features), len(part.rows)) if digests else None
+    return key_of("dataset", digests, str(part.rows.features), len(part.rows)) if digests else None
 
 
-def _stored(file: DataFile, limit: int | None, key: str | None, say: Say) -> CacheEntry:
+def _stored(file: DataFile, limit: int | None, key: str | None, cache: DataCache) -> CacheEntry:
     """The Arrow file of at most `limit` rows of a file, from the cache or made now."""
-    if key is not None and (found := cache.find(key, say)) is not None:
+    if key is not None and (found := cache.find(key)) is not None:
         return found
-    write = partial(_write, file, limit, LoadProgress(f"reading {file.name}", say))
-    return cache.in_memory(write) if key is None else cache.save(key, write, say)
+    write = partial(_write, file, limit, LoadProgress(f"reading {file.name}", cache.say))
+    return in_memory(write) if key is None else cache.save(key, write)
 
 
 def _write(file: DataFile, limit: int | None, progress: LoadProgress, sink: Any) -> Mapping[str, Any]:

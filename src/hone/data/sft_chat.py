@@ -17,13 +17,12 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hone.config.run import DataSection, SftSection
-from hone.data.cache import Say
+from hone.data.cache import DEFAULT_CACHE, DataCache
 from hone.data.chat import Message, Tokenizer, UnknownCharacter
-from hone.data.lazy import Facts, LazyRows, RowReading, load_lazily, or_problem, reading_of
+from hone.data.lazy import Facts, LazyRows, RowReading, SampleSize, load_lazily, or_problem, reading_of
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.prompts import SftRow, content_of, row_settings
 from hone.data.render import Malformed, Renderer, column
-from hone.data.report import on_stderr
 from hone.data.sources import SourceRow, imitated_source
 from hone.errors import DataError
 from hone.types import Picture, read_only
@@ -41,14 +40,13 @@ def load_chat_rows(
     folder: Path,
     *,
     max_tokens: int,
-    say: Say = on_stderr,
-    sample: int | None = None,
+    cache: DataCache = DEFAULT_CACHE,
+    sample: SampleSize | None = None,
 ) -> LazyRows[SftRow]:
     """The conversations in `sft.messages_column`, in the order of the source.
 
     Args:
         max_tokens: of a whole conversation; longer ones are dropped and reported.
-        say: is given lines about progress.
         sample: as of `load_lazily`.
     Raises:
         DataError: no chat template, one that does not mark the assistant's part, or as `load_prompts` does.
@@ -59,7 +57,9 @@ def load_chat_rows(
         raise DataError("sft.messages_column: the tokenizer has no chat template. Name one in model.chat_template.")
     source, by = imitated_source(data, sft), data.order_column if sft.data is None else None
     reading = reading_of(source, data, lambda own: _ChatReading(own, name, tokenizer, folder))
-    return load_lazily(source, data, folder, reading, max_tokens=max_tokens, say=say, order_column=by, sample=sample)
+    return load_lazily(
+        source, data, folder, reading, max_tokens=max_tokens, cache=cache, order_column=by, sample=sample
+    )
 
 
 class _ChatReading(RowReading[SftRow]):

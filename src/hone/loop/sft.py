@@ -7,7 +7,7 @@ response's tokens. So packing, chunked logprobs, optimizer and checkpoints are t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from hone.algo.algorithm import Algorithm
 from hone.config.algorithm import AlgorithmSection
 from hone.config.derived import longest_tokens
 from hone.config.run import RunConfig, SftSection
+from hone.data.cache import DEFAULT_CACHE, DataCache
 from hone.data.chat import Tokenizer
-from hone.data.lazy import LazyRows
+from hone.data.lazy import LazyRows, SampleSize
 from hone.data.order import RowOrder
 from hone.data.pack import joined, pictures_of
 from hone.data.prompts import SftRow, load_sft_rows
-from hone.data.report import on_stderr
 from hone.data.sft_chat import load_chat_rows
 from hone.loop.run import Stage, due, now
 from hone.train.trainer import Trainer
@@ -44,19 +44,19 @@ def imitation_rows(
     config: RunConfig,
     tokenizer: Tokenizer,
     folder: Path,
-    say: Callable[[str], None] = on_stderr,
+    cache: DataCache = DEFAULT_CACHE,
     *,
-    sample: int | None = None,
+    sample: SampleSize | None = None,
 ) -> LazyRows[SftRow]:
-    """What the stage imitates: responses after prompts, or the assistant's turns of whole conversations. `say` is given
-    lines about progress; `sample` is as of `load_lazily`.
+    """What the stage imitates: responses after prompts, or the assistant's turns of whole conversations.
+    `sample` is as of `load_lazily`.
 
     Raises DataError as `load_sft_rows` and `load_chat_rows` do.
     """
     if config.sft.messages_column is None:
-        return load_sft_rows(config.data, config.sft, tokenizer, folder, say=say, sample=sample)
+        return load_sft_rows(config.data, config.sft, tokenizer, folder, cache=cache, sample=sample)
     longest = longest_tokens(config)
-    return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest, say=say, sample=sample)
+    return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest, cache=cache, sample=sample)
 
 
 def imitation_order(config: RunConfig, rows: LazyRows[SftRow]) -> RowOrder:

@@ -29,6 +29,7 @@ class Vision:
 
     def __init__(self, tower: VisionTower) -> None:
         self.tower = tower
+        self.patches_per_pass = PATCHES_PER_PASS
         self._kept = Kept[PictureFeatures](KEPT_BYTES, lambda features: features.num_bytes)
         self.num_computed = 0
         """Pictures that went through the tower."""
@@ -52,7 +53,8 @@ class Vision:
         others = self.most_passes(len(parts)) - len(parts)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_frozen):
             for part in parts:
-                found |= zip((picture.digest for picture in part), self._computed(part), strict=True)
+                self.num_computed += len(part)
+                found |= zip((picture.digest for picture in part), self.tower.features(part), strict=True)
             for _ in range(others):
                 idle = self._idle()
                 zero = idle if zero is None else zero + idle
@@ -65,17 +67,13 @@ class Vision:
         part, size = list[Picture](), 0
         for picture in pictures:
             patches = picture.num_tokens * self.tower.patches_per_token
-            if part and size + patches > PATCHES_PER_PASS:
+            if part and size + patches > self.patches_per_pass:
                 yield part
                 part, size = [], 0
             part.append(picture)
             size += patches
         if part:
             yield part
-
-    def _computed(self, pictures: Sequence[Picture]) -> list[PictureFeatures]:
-        self.num_computed += len(pictures)
-        return self.tower.features(pictures)
 
     def _idle(self) -> Tensor:
         """0, from a small black picture."""

@@ -35,8 +35,8 @@ from hone.observe.trackers import Labels, open_trackers
 from hone.observe.whole import sync
 from hone.types import Group, Position
 
-REPORT_AFTER_S, REPORT_EVERY_S = 15.0, 120.0
-"""When report.html is written first, and how often then, during the run."""
+REPORT_EVERY_S = 120.0
+"""How often report.html is written during the run."""
 REPORT_SHARE = 0.02
 """Of a run's time, at most, for reports during it."""
 
@@ -62,6 +62,7 @@ class Observer:
         callbacks: Sequence[OnMetrics] = (),
         metadata: Mapping[str, Any] | None = None,
         patience_s: float = PATIENCE_S,
+        report_after_s: float = 15.0,
     ) -> None:
         """Open the run's records in `folder`.
 
@@ -76,6 +77,7 @@ class Observer:
             metadata: what trackers such as Weights & Biases are given beside versions and hardware: the run's settings
                 as `config`, and where it comes from, which the report shows too.
             patience_s: how long a call waits for a disk or network that stalls under all but metrics.jsonl.
+            report_after_s: when the first report is due.
         Raises:
             ConfigError: the package or key of a tracker is missing.
             RunFolderError: metrics.jsonl does not match `resume`.
@@ -107,7 +109,7 @@ class Observer:
             warn=self.warn,
         )
         self._reporting = threading.Thread(target=self._report)
-        self._report_due_s = time.monotonic() + REPORT_AFTER_S
+        self._report_due_s = time.monotonic() + report_after_s
         self._watched: list[Callable[[], Mapping[str, float]]] = []
         self._alarm_state: Callable[[], Mapping[str, Any]] = dict
         self._process = psutil.Process()

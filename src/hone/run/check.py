@@ -19,6 +19,7 @@ from hone.config.load import Loaded, load_rewards
 from hone.config.run import DataSection, RunConfig
 from hone.config.topology import Topology, judge_services, judges_pool, topology_lines
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model, thinks, with_template_args
+from hone.data.lazy import SampleSize
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
 from hone.data.sources import Part
@@ -30,7 +31,7 @@ from hone.model.lora import check_targets, refuse_other_adapter
 from hone.reward.http import Address
 from hone.reward.rewards import Rewards
 from hone.rollout.env_pool import EnvironmentPool
-from hone.run.check_rewards import SAMPLE_ROWS, check_rewards
+from hone.run.check_rewards import MOST_TRIED, check_rewards
 from hone.run.report import CheckReport
 from hone.run.trial import refused_by_names, refused_by_tokenizer, starting_architecture, try_model
 from hone.services.gpus import assumed_devices, settled_on, split_devices, topology_on
@@ -40,17 +41,27 @@ from hone.services.state import kept_up, runtime_folder
 from hone.types import Prompt
 
 PREVIEWS = 2
+SAMPLE = SampleSize(20_000)
+"""Of larger sources, rows at even distances."""
 THINKING_TOKENS = 4096
 """Responses of models that think are seldom shorter."""
 USUAL_LR = (1e-9, 1e-2)
 """AdamW moves each weight by about the learning rate at every step."""
 
 
-async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyType({})) -> CheckReport:
+async def check(
+    loaded: Loaded,
+    services: Mapping[str, Address] = MappingProxyType({}),
+    *,
+    sample: SampleSize = SAMPLE,
+    most_tried: int = MOST_TRIED,
+) -> CheckReport:
     """Check everything a run of this file would use. Problems are collected; only a bug raises.
 
     Args:
         services: addresses of those services of the run file that are running, by name.
+        sample: what to read of the data.
+        most_tried: rows that rewards are tried on.
     """
     findings, written = CheckReport(), loaded.config
     loaded, choices = settled_on(loaded, assumed_devices(written))
@@ -64,11 +75,11 @@ async def check(loaded: Loaded, services: Mapping[str, Address] = MappingProxyTy
         check_critic(config, folder, tokenizer, findings)
     if config.lora.rank > 0:
         check_adapter(config, folder, tokenizer, findings)
-    streams = check_prompts(config, folder, tokenizer, findings) if tokenizer is not None else []
+    streams = check_prompts(config, folder, tokenizer, sample, findings) if tokenizer is not None else []
     if tokenizer is not None:
-        check_other_rows(config, folder, tokenizer, findings)
+        check_other_rows(config, folder, tokenizer, sample, findings)
     if await can_be_had(loaded, services, findings) and config.reward.components:
-        await check_rewards(config, folder, streams, tokenizer, services, findings)
+        await check_rewards(config, folder, streams, tokenizer, services, findings, most_tried=most_tried)
     if config.rollout.environment.use is not None:
         await check_environment(config, folder, findings)
     if config.services:
@@ -189,7 +200,9 @@ def check_critic(config: RunConfig, folder: Path, tokenizer: Tokenizer | None, f
         )
 
 
-def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: CheckReport) -> list[PromptStream]:
+def check_prompts(
+    config: RunConfig, folder: Path, tokenizer: Tokenizer, sample: SampleSize, findings: CheckReport
+) -> list[PromptStream]:
     """The prompts that training and evaluation would load; shows the first few."""
     reads: dict[Part, bool] = {
         "train": train_has_prompts(config),
@@ -198,7 +211,7 @@ def check_prompts(config: RunConfig, folder: Path, tokenizer: Tokenizer, finding
     streams: list[PromptStream] = []
     for part in filter(reads.__getitem__, reads):
         try:
-            stream = load_prompts(config.data, tokenizer, folder, seed=config.seed, part=part, sample=SAMPLE_ROWS)
+            stream = load_prompts(config.data, tokenizer, folder, seed=config.seed, part=part, sample=sample)
         except DataError as error:
             findings.problems.append(str(error))
             continue
@@ -267,11 +280,13 @@ def check_steps(stream: PromptStream, prompts_per_step: int, findings: CheckRepo
         )
 
 
-def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, findings: CheckReport) -> None:
+def check_other_rows(
+    config: RunConfig, folder: Path, tokenizer: Tokenizer, sample: SampleSize, findings: CheckReport
+) -> None:
     """What is imitated, and the pairs of preferences."""
     try:
         if "sft" in config.stages:
-            rows = imitation_rows(config, tokenizer, folder, sample=SAMPLE_ROWS)
+            rows = imitation_rows(config, tokenizer, folder, sample=sample)
             findings.lines.append(f"sft: {rows.report}")
             findings.lines.append(
                 f"  imitates {tokenizer.decode(rows[0].response.tolist())!r}, {len(rows[0].response)} tokens with EOS"
@@ -280,7 +295,7 @@ def check_other_rows(config: RunConfig, folder: Path, tokenizer: Tokenizer, find
             for part in ("train", "eval"):
                 longest = longest_tokens(config)
                 pairs = load_pairs(
-                    config.data, config.rm, tokenizer, folder, max_tokens=longest, part=part, sample=SAMPLE_ROWS
+                    config.data, config.rm, tokenizer, folder, max_tokens=longest, part=part, sample=sample
                 )
                 findings.lines.append(f"pairs to {'learn from' if part == 'train' else 'measure on'}: {pairs.report}")
             findings.lines.append(f"  prefers {tokenizer.decode(pairs[0].chosen)!r}")

@@ -33,8 +33,8 @@ from hone.types import Fault, Group, Prompt, Sample, Score, version_spans
 
 MAX_SAMPLES_OF_USER_REWARDS = 1024
 """A user's reward may be slow or cost money; the pure built-in ones see every row, and give gold answers one score."""
-SAMPLE_ROWS = 20_000
-"""Rows of a source that a check reads, and that it tries rewards on; of larger ones at even distances."""
+MOST_TRIED = 20_000
+"""Rows of a source that rewards are tried on; of larger ones at even distances."""
 MIN_ROWS = 16
 MAX_TIMEOUTS = 3
 POLL_S = 1.0
@@ -72,6 +72,8 @@ async def check_rewards(
     tokenizer: Tokenizer | None,
     services: Mapping[str, Address],
     findings: CheckReport,
+    *,
+    most_tried: int,
 ) -> None:
     """Score each gold answer, and another row's in the same group, by every reward that can be asked from here."""
     components = checkable(config, services, findings)
@@ -80,7 +82,7 @@ async def check_rewards(
     if tokenizer is None or not streams:
         findings.not_checked.append("rewards: there are no prompts to try them on")
         return
-    trials = trials_of(config, streams, components)
+    trials = trials_of(config, streams, components, most_tried)
     there_are = sum(stream.report.of or len(stream.rows()) for stream in streams)
     if len(trials) < there_are:
         findings.lines.append(f"rewards: tried on {len(trials):,} of {there_are:,} rows")
@@ -137,9 +139,11 @@ def checkable(config: RunConfig, services: Mapping[str, Address], findings: Chec
     return tuple(asked)
 
 
-def trials_of(config: RunConfig, streams: Sequence[PromptStream], components: Sequence[RewardComponent]) -> list[Trial]:
+def trials_of(
+    config: RunConfig, streams: Sequence[PromptStream], components: Sequence[RewardComponent], most: int
+) -> list[Trial]:
     """The rows to try, each with what to score; without gold answers the prompts' own texts."""
-    places = [(stream.rows(), place) for stream in streams for place in spread(len(stream.rows()), SAMPLE_ROWS)]
+    places = [(stream.rows(), place) for stream in streams for place in spread(len(stream.rows()), most)]
     if any(builtin_reward(component.use).runs != "in process" for component in components):
         places = places[: max(MIN_ROWS, MAX_SAMPLES_OF_USER_REWARDS // config.rollout.group_size)]
     rows = [
