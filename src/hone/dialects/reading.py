@@ -36,7 +36,8 @@ def read_foreign(
     Args:
         source: its name, for messages; its ending helps to recognise the format.
         tool: the tool; None: recognise it.
-        script: text of a Python file that a command names, where it is there. TRL's trainer is called in it.
+        script: text of a file that a command of TRL's names, where it is there: a script that calls the trainer, or
+            `--config`.
 
     Raises:
         DialectError: of no tool that is known, or not readable as what it seems to be.
@@ -54,7 +55,8 @@ def read_foreign(
     found = [command for command in map(_recognised, commands) if command is not None]
     found = [command for command in found if tool in (None, command.tool)] or list(_started(commands, script))
     if found:
-        return _with_script(_chosen(found, source, services_of(commands)), script)
+        chosen = _chosen(found, source, services_of(commands))
+        return _with_script(_with_configuration(chosen, script), script)
     try:
         return _of_tool(_yaml(text, source, tool), tool)
     except DialectError:
@@ -88,6 +90,22 @@ def _started(commands: Iterable[ShellCommand], script: Callable[[str], str | Non
                 yield _flags("trl", word, words, command)
 
 
+def _with_configuration(command: ForeignRun, script: Callable[[str], str | None]) -> ForeignRun:
+    """A command of TRL with the keys of its `--config`; those of the command line win."""
+    given = {key.key.replace("-", "_"): str(key.value) for key in command.keys}
+    path = given.get("config", "")
+    text = script(path) if command.tool == "trl" and path else None
+    if text is None:
+        return command
+    added = tuple(key for key in _yaml(text, path, "trl").keys if key.key not in given)
+    return replace(
+        command,
+        keys=(*command.keys, *added),
+        notes=(*command.notes, f"{path} was read too: keys of the command line win"),
+        script_arguments=command.script_arguments | {"config"},
+    )
+
+
 def _with_script(command: ForeignRun, script: Callable[[str], str | None]) -> ForeignRun:
     """A command of TRL with what its script adds: model, data and rewards of the trainer's call."""
     text = script(command.program) if command.tool == "trl" and command.program.endswith(".py") else None
@@ -103,7 +121,7 @@ def _with_script(command: ForeignRun, script: Callable[[str], str | None]) -> Fo
         keys=(*command.keys, *added),
         notes=notes,
         files=called.files,
-        script_arguments=called.script_arguments,
+        script_arguments=command.script_arguments | called.script_arguments,
     )
 
 

@@ -164,7 +164,7 @@ def _resolved(tree: Mapping[str, Any], value: Any, depth: int = 0) -> Any:
     inner = value[2:-1]
     if inner.startswith("oc.select:"):
         name, _, other = inner.removeprefix("oc.select:").partition(",")
-        return _resolved(tree, tree[name], depth + 1) if name in tree else plain_value(other)
+        return _resolved(tree, tree[name] if name in tree else plain_value(other), depth + 1)
     return _resolved(tree, tree.get(inner), depth + 1)
 
 

@@ -10,7 +10,7 @@ from hone.dialects.shared import LOGGING, MEMORY, RESUME
 from hone.dialects.trl import rules
 from hone.dialects.trl.rules import OPTIMIZER
 from hone.dialects.values import number, pair, positive, text, truth, whole
-from hone.dialects.verdict import Dialect, Row, nothing, put, unknown
+from hone.dialects.verdict import Dialect, Row, nothing, put
 
 _EVALUATES = "data.eval and eval.every"
 _BATCHING = automatic("continuous batching, always")
@@ -210,7 +210,8 @@ TRAINER: dict[str, Row] = {
     "ddp_*": placement("of the launcher"),
     **each("deepspeed fsdp*", placement("the trainer is FSDP2: cluster.trainer")),
     **each("accelerate_config config_file", placement("cluster.devices_per_node")),
-    "config": by(lambda job, v: unknown("a configuration file: import it too, and merge"), kind="hole"),
+    "config": by(rules.configuration, kind="hole"),
+    "env": automatic(shared.RUNTIME),
     "accelerator_config": placement("of the launcher"),
     "parallelism_config": placement("cluster.trainer"),
     "GRPOConfig": rewritten("of the script's command line: import the command that starts it", off=()),

@@ -377,6 +377,12 @@ def model_arguments(job: ForeignJob, value: Any) -> KeyVerdict:
 # ---- the command as a whole
 
 
+def configuration(job: ForeignJob, value: Any) -> KeyVerdict:
+    if "config" in job.foreign.script_arguments:
+        return nothing("read with the command")
+    return unknown("a configuration file that is not here: import it too, and merge")
+
+
 def program(foreign: ForeignRun) -> str | None:
     if re.search(r"grpo|rloo|gspo|openenv|openreward", foreign.program, re.IGNORECASE):
         return None

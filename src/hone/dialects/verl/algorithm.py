@@ -173,7 +173,11 @@ ALGORITHM: dict[str, Row] = {
     "gdpo_*": rewritten("parts of the score: give each a component of its own, with its weight", "reward.components"),
     "rollout_correction.rollout_rs_threshold*": automatic("part of rollout_rs"),
     "rollout_correction.loss_type": missing("the ratio's loss", "algorithm.ratio", off=("ppo_clip", None)),
-    "rollout_correction.rollout_is_batch_normalize": missing("weights are not normalised over the batch", _BOUND),
+    "rollout_correction.rollout_is_batch_normalize": when(
+        lambda job: not bypasses(job),
+        "unused in bypass_mode",
+        missing("weights are not normalised over the batch", _BOUND),
+    ),
     "rollout_correction.use_policy_gradient": missing(
         "a loss without a ratio; nearest: algorithm.ratio = none", _BOUND
     ),
