@@ -12,7 +12,7 @@ import yaml
 from hone.cli.main import app, main
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 COMMAND = re.compile(r"^ *hone (?!\.)(.*?)(?:  +#.*)?$", re.MULTILINE)
 
 

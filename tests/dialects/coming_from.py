@@ -1,4 +1,4 @@
-"""The page docs/coming-from.md, from the tables of `hone import` and the public commands of the corpora.
+"""The page docs/reference/coming-from.md, from the tables of `hone import` and the public commands of the corpora.
 
 `python tests/dialects/coming_from.py` writes the page; test_coming_from.py compares it.
 """
@@ -20,14 +20,14 @@ from hone.dialects.verdict import ForeignJob, Row
 from hone.observe.whole import write_whole
 from hone.tools.foreign_names import TITLES
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coming-from.md"
 MOST = 40
 INTRO = """\
 # Coming from verl, OpenRLHF, TRL, MindSpeed-RL, prime-rl or nanochat
 
 What the keys of your script become. For each tool: the 40 most used keys, what is automatic or only placement here, and
 what is missing. `hone import FILE --to run.yaml` applies these tables to a script of yours, and says of each of its
-keys what became of it ([migrate.md](migrate.md)). Counts are of the public commands in `tests/dialects/corpora`.
+keys what became of it ([migrate.md](../migrate.md)). Counts are of the public commands in `tests/dialects/corpora`.
 `*` stands for any word, `**` for any end. This page is written by `tests/dialects/coming_from.py`."""
 
 

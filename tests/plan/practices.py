@@ -1,4 +1,4 @@
-"""What five common practices say about memory, against the planner's arithmetic: the page docs/practices.md.
+"""What five common practices say about memory, against the planner's arithmetic: the page docs/reference/practices.md.
 
 `python tests/plan/practices.py` writes the page; test_practices.py compares it and asserts its figures.
 """
@@ -17,7 +17,7 @@ from hone.plan.engine import EnginePlan, EngineSettings
 from hone.plan.hardware import find_hardware
 from hone.plan.presets import known_architecture
 
-PAGE = Path(__file__).parents[2] / "docs" / "practices.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "practices.md"
 
 
 @dataclass(frozen=True)
