@@ -18,7 +18,7 @@ BIASED = {
     ("nanochat", "matrix_lr"),
     ("mindspeed", "rl_config.kl_penalty"),
 }
-"""Defaults of some version that Hone refuses for what they do: a cut distribution, a loss of routers, k1 in a loss, Muon."""
+"""Defaults that Hone refuses for what they do: a cut distribution, a loss of routers, k1 in a loss, Muon."""
 
 
 def lines(text: str, name: str = "run.sh") -> dict:
