@@ -14,6 +14,7 @@ RUN    := $(VENV)/bin/python -m
 VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 VLLM_PICTURES := $(VLLM)/pictures
+VLLM_TRITON   := $(VLLM)/triton
 PEERS      := .venv-peers
 PEERS_PIP  := $(PEERS)/bin/python -m pip -q --disable-pip-version-check
 # What the marks of tests select.
@@ -81,10 +82,17 @@ $(VLLM_PICTURES)/.installed: $(VLLM_STAMP) requirements-vllm-pictures.txt
 	$(VLLM_PIP) install --upgrade --require-hashes --no-deps --target $(VLLM_PICTURES) -r requirements-vllm-pictures.txt
 	@touch $@
 
-test-vllm: $(VLLM_STAMP) $(VLLM_PICTURES)/.installed  ## the tests with vLLM, in an environment of its own, about 7 minutes
+$(VLLM_TRITON)/.installed: $(VLLM_STAMP) requirements-vllm-triton.txt
+	$(VLLM_PIP) install --upgrade --require-hashes --no-deps --target $(VLLM_TRITON) -r requirements-vllm-triton.txt
+	@touch $@
+
+# In environments that differ, so one after another: with Triton vLLM takes another model runner for all models.
+test-vllm: $(VLLM_STAMP) $(VLLM_PICTURES)/.installed $(VLLM_TRITON)/.installed  ## the tests with vLLM, in an environment of its own, about 10 minutes
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_*.py)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VLLM_PICTURES):tests/rollout/cpu_torchvision \
 	    $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_pictures*.py)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VLLM_TRITON):tests/rollout/cpu_triton TRITON_INTERPRET=1 \
+	    $(VLLM)/bin/python -m pytest -q -m vllm -n 0 $(wildcard tests/*/test_vllm_routing*.py)
 
 # The environment of the other tests, and what is installed into this one comes first.
 $(PEERS)/.installed: $(STAMP) constraints-peers.txt

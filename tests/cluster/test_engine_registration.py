@@ -72,6 +72,7 @@ def test_check_accepts_it_and_knows_its_settings(run_file):
         ([URL, "cluster.engines.args.uri=a"], "cluster.engines.args.uri: Extra inputs are not permitted"),
         ([URL, "cluster.engines.max_num_seqs=2"], "max_num_seqs: is only used by use = vllm (got use = openai)"),
         ([URL, "cluster.engines.use=hone"], "cluster.engines.args: is only used by use = other engines"),
+        ([URL, "algorithm.replay_routing=true"], "needs an engine that records routing, which openai does not do"),
         (["cluster.engines.use=opena"], "no engine is called 'opena'. Engines: hone, vllm, openai"),
     ):
         with pytest.raises(ConfigError) as error:

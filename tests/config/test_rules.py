@@ -222,8 +222,11 @@ BROKEN = [
     ),
     ({"algorithm": "{rejection: token_k1, rejection_high: 1}"}, "algorithm.rejection_high: must be above the lower"),
     (
-        {"algorithm": "{replay_routing: true}", "cluster": "{backend: ray, engines: {use: vllm}}"},
-        "algorithm.replay_routing: = true needs an engine that records routing, which vllm does not do here",
+        {
+            "algorithm": "{replay_routing: true}",
+            "cluster": "{backend: ray, engines: {use: vllm, enable_prefix_caching: false}}",
+        },
+        "algorithm.replay_routing: = true with vLLM needs its prefix cache",
     ),
     (
         {"algorithm": "{replay_routing: true}", "cluster": "{backend: ray, trainer: {compile: true}}"},

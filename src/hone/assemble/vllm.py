@@ -26,6 +26,7 @@ async def start_vllm(context: ActorContext) -> VllmEngine:
         takes_turns=context.takes_turns,
         trust_remote_code=config.model.trust_remote_code,
         picture_pixels=picture_pixels(config.data, context.tokenizer.processor),
+        records_routing=config.algorithm.replay_routing and "rl" in config.stages,
         adapter=config.lora if config.lora.publish == "adapter" else None,
     )
     return await VllmEngine.start(

@@ -173,6 +173,8 @@ class EngineKind:
     """`module:RULES`: functions of a RunConfig that yield breaches; "" is none."""
     takes_share: bool = False
     """It takes `gpu_memory_utilization` of each of its devices; else it is planned as Hone's own engine."""
+    records_routing: bool = False
+    """Its samples have the experts that their tokens were sent to, where `algorithm.replay_routing` asks for it."""
     needs_folder: bool = False
     """It starts from a Hugging Face directory (`ActorContext.model_folder`)."""
 
@@ -202,12 +204,13 @@ def unseen_by_vllm(model_type: str) -> str:
 ENTRY_POINTS = "hone.rollout.engine"
 """Group of the entry points by which packages register engines: name -> `module:EngineKind instance`."""
 ENGINES = {
-    "hone": EngineKind("hone.assemble.processes:start_own", keys=frozenset({"enforce_eager"})),
+    "hone": EngineKind("hone.assemble.processes:start_own", keys=frozenset({"enforce_eager"}), records_routing=True),
     "vllm": EngineKind(
         "hone.assemble.vllm:start_vllm",
         keys=frozenset(EngineSection.model_fields) - {"use", "args"},
         rules="hone.config.rules.engines:VLLM_RULES",
         takes_share=True,
+        records_routing=True,
         needs_folder=True,
     ),
 }

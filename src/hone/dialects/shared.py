@@ -33,7 +33,7 @@ NO_AUX_LOSS = (
 )
 QUANTISED = "quantised training is not supported; nearest: lora.rank without it"
 AS_THEY_ARE = "the trainer's weights are published as they are"
-ROUTER = "routing is replayed from Hone's own engine only; nearest: algorithm.replay_routing=true with it"
+ROUTER = "recorded where algorithm.replay_routing is set"
 VLLM = placed({"cluster.engines.use": "vllm"}, "samples are drawn with vLLM")
 DEVICES = by(lambda job, value: placed({}, "see the line `devices`"), "cluster.pools", kind="placement")
 

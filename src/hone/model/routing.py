@@ -63,7 +63,7 @@ class Routing:
     @property
     def dtype(self) -> type[np.int8] | type[np.int16]:
         """Smallest type that has every expert and `UNRECORDED`."""
-        return np.int8 if max(filter(None, self._counts)) <= np.iinfo(np.int8).max + 1 else np.int16
+        return record_dtype(max(filter(None, self._counts)))
 
     def replay(self, experts_NLK: Tensor | None) -> None:
         """Send the N tokens of the next forward pass, and of its second pass where activations are made again, to these
@@ -146,6 +146,11 @@ class _Choices(TorchFunctionMode):
             found = torch.return_types.topk((scores_NE.gather(1, chosen_NK), chosen_NK))
         self.made = chosen_NK
         return found
+
+
+def record_dtype(most_experts: int) -> type[np.int8] | type[np.int16]:
+    """Smallest type of a record, for layers of at most so many experts: every expert and `UNRECORDED` fit in."""
+    return np.int8 if most_experts <= np.iinfo(np.int8).max + 1 else np.int16
 
 
 class LoadBalance:

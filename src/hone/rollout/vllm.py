@@ -33,11 +33,19 @@ from hone.rollout.engine import CacheUse, OnSample, OnToken, Request, Sampling, 
 from hone.rollout.sampling import request_key, sample_seed
 from hone.rollout.stop_strings import Decode, stop_window, text_up_to_stop
 from hone.rollout.vllm_adapter import VllmAdapter
-from hone.rollout.vllm_args import CPU_ENVIRONMENT, ENVIRONMENT, VllmPlace, check_version, engine_arguments
+from hone.rollout.vllm_args import (
+    CPU_ENVIRONMENT,
+    ENVIRONMENT,
+    ROUTING_ENVIRONMENT,
+    VllmPlace,
+    check_version,
+    engine_arguments,
+)
 from hone.rollout.vllm_cache import VllmCache
 from hone.rollout.vllm_pictures import VllmPictures, vllm_prompt
+from hone.rollout.vllm_routing import VllmRouting
 from hone.rollout.worker import EngineWorker
-from hone.types import Sample, version_spans
+from hone.types import Experts, Sample, version_spans
 
 SHUTDOWN_S = 30.0
 
@@ -108,6 +116,7 @@ class VllmEngine:
         self._place, self._settings = place, settings
         self._adapter = None if place.adapter is None else VllmAdapter(llm, place.adapter, place.folder)
         self._pictures = VllmPictures(place.folder, llm.model_config.dtype)
+        self._routing = VllmRouting(llm) if place.records_routing else None
         self._frees_memory = on_gpu and place.takes_turns
         self._decode, self._eos_ids = decode, eos_ids
         self._max_positions: int = llm.model_config.max_model_len
@@ -148,9 +157,11 @@ class VllmEngine:
         executor = ThreadPoolExecutor(1, thread_name_prefix="hone-vllm")  # a GPU is chosen thread by thread
         on_gpu = torch.cuda.is_available()
         arguments = engine_arguments(settings, place, on_gpu=on_gpu)
+        environment = ENVIRONMENT | ({} if on_gpu else CPU_ENVIRONMENT)
+        environment |= ROUTING_ENVIRONMENT if place.records_routing else {}
         try:
             async with asyncio.timeout(start_timeout_s):
-                llm = await asyncio.get_running_loop().run_in_executor(executor, _start, arguments, on_gpu)
+                llm = await asyncio.get_running_loop().run_in_executor(executor, _start, arguments, environment)
         except BaseException as error:
             executor.shutdown(wait=False)
             if isinstance(error, TimeoutError):
@@ -338,16 +349,26 @@ class VllmEngine:
         stop, cut = row.group.request.sampling.stop, None
         if stop:
             cut = text_up_to_stop(row.token_ids, stop, stop_window(stop), self._decode)
-            if cut is not None and news.finish_reason is None:
-                self._llm.abort_request([name])
         if cut is None and news.finish_reason is None:
             return
         if cut is None and news.finish_reason not in ("stop", "length"):
             raise EngineError(f"prompt {row.group.request.prompt.id}: vLLM ended a sample with {news.finish_reason!r}.")
+        routing = {} if self._routing is None else self._routing_of(name, row, news)
+        if news.finish_reason is None:
+            self._llm.abort_request([name])
         del self._rows[name]
-        self._finish(row, cut, stopped=cut is not None or news.finish_reason == "stop")
+        self._finish(row, cut, routing, stopped=cut is not None or news.finish_reason == "stop")
 
-    def _finish(self, row: _VllmRow, cut: str | None, *, stopped: bool) -> None:
+    def _routing_of(self, name: str, row: _VllmRow, news: Any) -> dict[str, Experts]:
+        assert self._routing is not None
+        prompt_tokens = len(row.group.request.prompt.token_ids)
+        first = _first_recorded(row.group, row.index)
+        of_prompt, own = self._routing.of(
+            name, news, first=first, prompt_tokens=prompt_tokens, tokens=len(row.token_ids)
+        )
+        return {"routing": own} if first else {"routing": own, "prompt_routing": of_prompt}
+
+    def _finish(self, row: _VllmRow, cut: str | None, routing: dict[str, Experts], *, stopped: bool) -> None:
         group = row.group
         sample = Sample(
             prompt_id=group.request.prompt.id,
@@ -357,6 +378,7 @@ class VllmEngine:
             versions=version_spans(row.versions),
             finish_reason="stop" if stopped else "length",
             text=self._decode(row.token_ids) if cut is None else cut,
+            **routing,
         )
         group.samples.append(sample)
         if group.on_sample is not None:
@@ -459,10 +481,16 @@ def _vllm_sampling(group: _VllmGroup, index: int) -> Any:
         stop_token_ids=group.stop_ids,
         ignore_eos=True,  # those that end a response are all in stop_token_ids
         logprobs=0,  # of the sampled token alone
+        routed_experts_prompt_start=_first_recorded(group, index),
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if group.is_followed else RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _first_recorded(group: _VllmGroup, index: int) -> int:
+    """The prompt's token with which a sample's record of experts begins: the first sample stands for the others."""
+    return 0 if index == group.request.first_sample else len(group.request.prompt.token_ids)
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[Any], object] | None) -> Any:
@@ -470,8 +498,8 @@ def _in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[Any], object] 
     return callback and (lambda what: loop.call_soon_threadsafe(callback, what))
 
 
-def _start(arguments: dict[str, Any], on_gpu: bool) -> Any:
-    for name, value in (ENVIRONMENT | ({} if on_gpu else CPU_ENVIRONMENT)).items():
+def _start(arguments: dict[str, Any], environment: dict[str, str]) -> Any:
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:
         import vllm

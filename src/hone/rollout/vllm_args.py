@@ -36,6 +36,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+ROUTING_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""Of an engine that records routing, which vLLM's second model runner alone does; without Triton vLLM would choose its
+first one."""
 
 
 def supported_versions() -> SpecifierSet:
@@ -74,6 +77,8 @@ class VllmPlace:
     trust_remote_code: bool = False
     adapter: LoraSection | None = None
     """Of a policy whose adapter is published alone."""
+    records_routing: bool = False
+    """Whether samples have the experts that their tokens were sent to."""
     picture_pixels: tuple[int, int] | None = None
     """Of the smallest and the largest picture, as the model sees it; None: as its processor's files say."""
 
@@ -104,6 +109,7 @@ def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool)
         "disable_log_stats": settings.disable_log_stats is not False,
         "trust_remote_code": place.trust_remote_code,
         "enable_sleep_mode": on_gpu and place.takes_turns,
+        "enable_return_routed_experts": place.records_routing,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the model's own would change temperature and truncation
         "logprobs_mode": "processed_logprobs",

@@ -130,6 +130,13 @@ class Extension:
     def hone_weights_outcome(self) -> Outcome:
         return self.weight_transfer_engine.outcome()
 
+    def hone_expert_layers(self) -> list[int]:
+        """Numbers of the model's layers that have experts, in order."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        layers = self.weight_transfer_engine.model.modules()
+        return sorted({layer.layer_id for layer in layers if isinstance(layer, MoERunner)})
+
 
 WeightTransferEngineFactory.register_engine("hone", Transfer)
 

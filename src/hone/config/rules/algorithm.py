@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from hone.config.derived import needs_critic, samples_per_update, trains_adapter
 from hone.config.engine import VLLM_RANKS
 from hone.config.rules import Breach
 from hone.config.run import RunConfig
 from hone.config.topology import topology_of
+from hone.errors import ConfigError
 
 NO_SIBLINGS = ("remax", "reinforce_pp", "gae")
 """Credits that judge a sample by itself; the others against the prompt's other samples."""
@@ -187,18 +189,25 @@ def rejection_has_a_difference(config: RunConfig) -> Iterator[Breach]:
 
 def routing_is_recorded(config: RunConfig) -> Iterator[Breach]:
     """The engine must report the experts of each token, and the trainer's layers must be able to use them."""
-    if not config.algorithm.replay_routing:
+    if not config.algorithm.replay_routing or config.cluster.backend != "ray":
         return
-    keys = ("algorithm.replay_routing", "cluster.engines.use")
-    if config.cluster.backend == "ray" and (use := config.cluster.engines.name) != "hone":
+    engines, this = config.cluster.engines, "algorithm.replay_routing"
+    with suppress(ConfigError):  # no such engine: another rule says it
+        if not engines.kind.records_routing:
+            yield Breach(
+                (this, "cluster.engines.use"),
+                f"= true needs an engine that records routing, which {engines.name} does not do. Set "
+                "cluster.engines.use=hone or vllm, or this to false",
+            )
+    if engines.name == "vllm" and not engines.enable_prefix_caching:
         yield Breach(
-            keys,
-            f"= true needs an engine that records routing, which {use} does not do here. Set cluster.engines.use=hone, "
-            "or this to false",
+            (this, "cluster.engines.enable_prefix_caching"),
+            "= true with vLLM needs its prefix cache, beside which it keeps routing. Set "
+            "cluster.engines.enable_prefix_caching=true",
         )
-    if config.cluster.backend == "ray" and config.cluster.trainer.compile:
+    if config.cluster.trainer.compile:
         yield Breach(
-            ("algorithm.replay_routing", "cluster.trainer.compile"),
+            (this, "cluster.trainer.compile"),
             "= true replaces the choice of experts inside of layers, which cluster.trainer.compile compiles. Set "
             "cluster.trainer.compile=false",
         )

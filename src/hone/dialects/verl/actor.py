@@ -174,7 +174,11 @@ _MICROBATCHES = automatic("sequences of a pass: train.tokens_per_microbatch coun
 _NEVER_PADDED = automatic("never padded")
 _CHUNKED = automatic("logits are made in chunks")
 _FSDP = placement("the trainer is FSDP2")
-_ROUTER = missing(shared.ROUTER, "algorithm.replay_routing", off=(None, "disabled", False))
+_ROUTER = table(
+    {"disabled": None, "R3": True, "None": None},
+    "algorithm.replay_routing",
+    nearest="algorithm.replay_routing=true, which is R3: the engine's routing, not that of the trainer's first pass",
+)
 _OVERRIDE = by(override, "model.override")
 _PREDICTS = missing("multi-token prediction is not supported")
 _MTP = {
@@ -281,7 +285,8 @@ ACTOR_ROWS: dict[str, Row] = {
     "veomni.**": placement("of VeOmni: placement and memory"),
     "torchtitan.**": placement("of torchtitan: placement and memory"),
     "engine.**": placement("of the training engine: placement and memory"),
-    "router_replay.**": _ROUTER,
+    "router_replay.mode": _ROUTER,
+    "router_replay.**": missing("routing is replayed from the engine, not from files"),
     "checkpoint.load_contents": automatic("a resume takes all but what `hone train --resume RUN --without` names"),
     "checkpoint.**": automatic("checkpoints are whole, and written in the background"),
     **each("profiler.** profile.**", automatic(PROFILER)),

@@ -9,7 +9,7 @@ from hone.dialects.rows import automatic, by, each, missing, placement, rewritte
 from hone.dialects.shared import ENVIRONMENT, EXPERTS, LOGGING, MEMORY, PIPELINE, PROFILER
 from hone.dialects.values import number, truth, whole, zero_if_off
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, nothing, placed, put
-from hone.dialects.verl.actor import _MTP, _ROUTER, quantised
+from hone.dialects.verl.actor import _MTP, quantised
 from hone.dialects.verl.job import ROLLOUT
 
 samples_evaluation = where(f"{ROLLOUT}.val_kwargs.do_sample")
@@ -103,7 +103,7 @@ ROLLOUT_ROWS: dict[str, Row] = {
     "trace.**": automatic("samples/ has every response"),
     "profiler.**": automatic(PROFILER),
     "prometheus.**": automatic("metrics of a service: `hone serve`; a run's are in metrics.jsonl"),
-    "enable_rollout_routing_replay": _ROUTER,
+    "enable_rollout_routing_replay": automatic(shared.ROUTER),
     "moe_load_balance_metrics_interval": automatic(LOGGING),
     **each(
         "checkpoint_engine.update_weights_bucket_megabytes update_weights_bucket_megabytes",
