@@ -89,6 +89,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "minimax": {**SIZES, **EXPERTS, **MIXED, "block_size": 16},
     "llama4_text": {**SIZES, **EXPERTS, "intermediate_size_mlp": 48},
     "phi": SIZES,
+    "doge": SIZES,
 }
 """Language models: architectures that generate text from text with a decoder."""
 
@@ -141,9 +142,10 @@ OTHERS: dict[str, dict[str, Any]] = {
         "image_token_id": 47,
     },
     "t5": {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4},
+    "bert": SIZES,
     "qwen3 in float8": {"model_type": "qwen3", **SIZES, "quantization_config": {"quant_method": "fp8"}},
 }
-"""Others: with towers for pictures, encoder-decoders, quantized."""
+"""Others: with towers for pictures, encoder-decoders, encoders, quantized."""
 WITH_ADAPTER = (
     "qwen3",
     "gpt2",

@@ -166,4 +166,6 @@ def why_rows(keys: Mapping[str, Any]) -> str | None:
     others = set(keys.get("layer_types") or ()) - PACKED_LAYERS
     if others:
         return f"it has layers of the kind {', '.join(sorted(others))}"
+    if keys.get("keep_window_size"):  # Doge
+        return "each of its layers makes masks of its own"
     return "it caps the scores of attention" if keys.get("attn_logit_softcapping") else None

@@ -78,10 +78,11 @@ class TransformersModel(CausalModel):
     @property
     def body(self) -> Any:
         """The module that gives hidden states of text. Llama 4 has it under another name than it says: its `base_model`
-        is the whole."""
+        is the whole, and beside a tower its decoder has the output layer too."""
         whole: Any = self.hf
         if has_tower(self.hf_config):
-            return whole.get_decoder()
+            decoder = whole.get_decoder()
+            return decoder if decoder.get_output_embeddings() is None else decoder.model
         return whole.model if whole.base_model is whole else whole.base_model
 
     def hidden(self, layout: Layout, balance: LoadBalance | None = None) -> Tensor:

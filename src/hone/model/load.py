@@ -93,6 +93,18 @@ def init_model(
         vocab_size: tokens of the tokenizer in use; replaces the architecture's own. None leaves it.
     """
     config = init_config(architecture, vocab_size=vocab_size)
+    return random_model(config, seed=seed, dtype=dtype, device=device, implementation=implementation)
+
+
+def random_model(
+    config: PreTrainedConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    implementation: Implementation = "auto",
+) -> CausalModel:
+    """A randomly initialised model of a config; otherwise as `init_model`."""
     if is_ours(config, implementation):
         model = Decoder(config, dtype=dtype, device=device)
         shapes = {name: weight.shape for name, weight in model.own_weights()}

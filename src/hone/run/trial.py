@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
 )
 from transformers.utils import logging
 
@@ -47,7 +48,7 @@ from hone.loop.gate import NOTICEABLE, mean_gap
 from hone.model.base import CausalModel
 from hone.model.heads import reward_config
 from hone.model.hf import TransformersModel, auto_class, has_tower, no_pictures
-from hone.model.load import init_config, init_model, read_config, save_hf
+from hone.model.load import init_config, random_model, read_config, save_hf
 from hone.model.lora import add_adapter, merged_copy
 from hone.model.miniature import miniature
 from hone.model.towers import TOWERS
@@ -132,6 +133,8 @@ def refused_by_config(architecture: PreTrainedConfig) -> str:
             f"model: {kind} is an encoder-decoder: its responses do not continue its prompts, so engine, trainer and "
             f"rewards have no common sequence. {INSTEAD}."
         )
+    if type(architecture) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(architecture, "is_decoder", False):
+        return f"model: {kind} is an encoder: each of its tokens sees those that follow it. {INSTEAD}."
     if getattr(architecture, "audio_config", None) is not None:
         return (
             f"model: {kind} has audio_config: Hone reads no sound and would not keep the weights for it. {INSTEAD}, "
@@ -260,7 +263,7 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
     if config.data.image_columns:
         shown = _with_picture(groups[0].prompt, model)
         groups[0] = replace(groups[0], prompt=shown)
-    if own_engine:
+    if own_engine or config.algorithm.replay_routing:  # what is replayed must be recorded, by whichever engine
         with _step(kind, "sampled from by Hone's engine"):
             prompts = [group.prompt for group in groups]
             groups = await _sampled(model, prompts, records_routing=config.algorithm.replay_routing)
@@ -271,8 +274,8 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
         found_T = trainer.logprobs(batch)
     if own_engine:
         _agree(kind, "Hone's engine", batch.sampler_logprobs_T, expected, has_adapter)
-        if batch.routing_T is not None:
-            _replays(kind, trainer, batch, found_T)
+    if batch.routing_T is not None:
+        _replays(kind, trainer, batch, found_T)
     _agree(kind, "the trainer", found_T, expected, has_adapter)
     with _step(kind, "trained"):
         section = AlgorithmSection(load_balancing_coef=config.algorithm.load_balancing_coef)
@@ -308,16 +311,8 @@ def _step(kind: str, what: str) -> Iterator[None]:
 
 
 def _random_model(config: RunConfig, small: PreTrainedConfig) -> CausalModel:
-    keys = small.to_dict()
-    model = init_model(
-        {**keys, "model_type": small.model_type},
-        vocab_size=None,
-        seed=0,
-        dtype=torch.float32,
-        device="cpu",
-        implementation=config.model.implementation,
-    )
-    _draw(weight for _, weight in model.own_weights() if weight.dim() > 1)
+    model = random_model(small, seed=0, dtype=torch.float32, device="cpu", implementation=config.model.implementation)
+    _draw(weight for _, weight in model.own_weights() if weight.dim() > 1 and weight.is_floating_point())
     words = model.output_weight  # a tied embedding as large as other matrices would predict itself
     words.data.mul_(min(1.0, 4 * words.shape[-1] ** -0.5))
     model.checkpointing = config.train.activation_checkpointing
