@@ -119,6 +119,17 @@ def test_each_of_two_rewards_of_one_name_elsewhere_is_seen_to_change(made, tmp_p
     assert [line.partition(":")[0] for line in changed_inputs(before, hashes(copy))] == ["code rewards.py"]
 
 
+def test_a_judge_of_a_service_is_seen_to_change(made, tmp_path):
+    copy = shutil.copytree(made, tmp_path / "copy")
+    shutil.copytree(made / "base", copy / "judge")
+    with (copy / "tiny.yaml").open("a") as run_file:
+        run_file.write("services: {judge: {policy: judge}}\n")
+    before = hashes(copy)
+    edit_weights(copy / "judge" / "model.safetensors", "model.norm.weight", 0)
+    changed = [line.partition(":")[0] for line in changed_inputs(before, hashes(copy))]
+    assert changed == ["services.judge.policy model.safetensors"]
+
+
 def test_another_hone_is_named(made, monkeypatch):
     before = hashes(made)
     monkeypatch.setattr(inputs.hone, "__version__", "9.9")

@@ -50,6 +50,9 @@ def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
     for key, place in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if place is not None:
             hashes |= {f"{key} {name}": found for name, found in _model(place, folder).items()}
+    for name, service in config.services.items():
+        if service.policy is not None:
+            hashes |= {f"services.{name}.policy {file}": found for file, found in _served(service.policy, folder)}
     if config.lora.start is not None:
         hashes |= {f"lora.start {name}": found for name, found in _adapter(config.lora.start, folder).items()}
     environment = config.rollout.environment
@@ -103,6 +106,13 @@ def _model(place: str, folder: Path) -> dict[str, str]:
         return _commit(place, "config.json")
     files = [path / "config.json", *sorted(path.glob("*.py")), *weight_files(path)]
     return {file.name: file_hash(file) for file in files if file.is_file()}
+
+
+def _served(place: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """Of a judge's directory; its engine may read weights in other forms, and one of the hub may be elsewhere only."""
+    for file in sorted((folder / Path(place).expanduser()).glob("*")):
+        if file.suffix in (".safetensors", ".json", ".py"):
+            yield file.name, file_hash(file)
 
 
 def _adapter(place: str, folder: Path) -> dict[str, str]:
