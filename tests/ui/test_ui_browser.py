@@ -92,6 +92,12 @@ def test_a_reader_opens_a_run_searches_and_sees_new_steps(server, tmp_path):
         assert browser.run("plots.get('rl/Reward').plot.scales.x.max") == 9, "and what was zoomed into"
         browser.run("byId('place').value = 'rl step 14'; byId('place').dispatchEvent(new Event('input'))")
         browser.until("document.querySelectorAll('tr.sample').length === 4")
+        for step in range(16, 30):
+            observer.log("rl", step, {"rollout/all_wrong_group_frac": 1.0, "rollout/pass_rate": 0.0})
+        observer.position()
+        curve = "[...document.querySelectorAll('.card')].find(card => card.querySelector('h3')?.textContent === NAME)"
+        curve = curve.replace("NAME", "'rollout/all_wrong_group_frac'")
+        browser.until(f"{curve} && {curve}.textContent.includes('all_wrong, since step')")
         assert browser.errors == [] and browser.hosts == {url.split("/")[2]}
 
 

@@ -99,8 +99,15 @@ function drawStage(stage) {
     found.forEach(s => shown.add(s.name));
     charts.push([title, found, { unit, meaning: (data.metrics[found[0].name] || {}).meaning }]);
   }
+  const every = [...Object.keys(stage.steps.values), ...Object.keys(stage.evals.values)];
+  for (const n of every.filter(n => !shown.has(n) && alarmsOf(stage.name, n).length)) {  // the curve that an alarm is about
+    const known = data.metrics[n] || {}, s = seriesOf(stage, n);
+    if (!s) continue;
+    shown.add(n);
+    charts.unshift([n, [s], { unit: known.unit, meaning: known.meaning }]);
+  }
   charts.push(["Where each step's time went", timeSplit(stage) || [], { unit: "seconds per step", wide: true }]);
-  const others = [...Object.keys(stage.steps.values), ...Object.keys(stage.evals.values)].filter(n => !shown.has(n)).sort();
+  const others = every.filter(n => !shown.has(n)).sort();
   if (others.length) {
     const more = element("details", "", `<summary class="soft">${counted(others.length, "more metric")} of this stage</summary>`), inner = element("div", "charts");
     more.append(inner);
