@@ -72,13 +72,6 @@ def random_batch(vocab):
     )
 
 
-def copied_by_products(rows, inner, columns):
-    """Bytes that a product in bfloat16 takes beside its result: on a CPU without instructions for bfloat16, the result
-    in float32."""
-    left, right = torch.ones(rows, inner, dtype=torch.bfloat16), torch.ones(columns, inner, dtype=torch.bfloat16)
-    return allocated(lambda: left @ right.T) - 2 * rows * columns
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", 2])
 @pytest.mark.parametrize("name", CASES)
@@ -90,7 +83,7 @@ def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision
     batch, algorithm = random_batch(arch.vocab), Algorithm(AlgorithmSection(), correction="none")
     trainer.update(batch, algorithm)
     update = allocated(lambda: trainer.update(batch, algorithm))
-    logprobs = allocated(lambda: trainer.logprobs(batch))
+    logprobs = allocated(lambda: trainer.logprobs(batch), scratch=False)
     responses = PROMPTS * GROUP * RESPONSE_TOKENS
     work = Pass(
         arch,
@@ -105,8 +98,6 @@ def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision
     planned = max(moment.bytes for moment in local.update_moments("", work, [], trained=True))
     assert -0.03 < planned / update - 1 < 0.20
     passed = max(moment.bytes for moment in local.forward_moments(work, []))
-    if precision == "bfloat16":
-        passed += copied_by_products(work.tokens, arch.hidden, 2 * arch.inner)
     assert -0.03 < passed / logprobs - 1 < 0.35
 
 

@@ -122,14 +122,14 @@ def peaks(kind, depth, dtype, checkpointing):
     tower = tower_of(kind, depth, dtype).requires_grad_(False)
     compute = passes(kind, tower, tower.config)
     with torch.no_grad():
-        forward = allocated(compute)
+        forward = allocated(compute, scratch=False)
     tower.requires_grad_(True)
     for weight in tower.parameters():
         weight.grad = torch.zeros_like(weight)
     if checkpointing != "none":
         how = {"context_fn": contexts} if checkpointing == "selective" else {}
         tower.train().gradient_checkpointing_enable({"use_reentrant": False, **how})
-    return forward, allocated(lambda: compute().sum().backward())
+    return forward, allocated(lambda: compute().sum().backward(), scratch=False)
 
 
 def of_depth(kind, dtype, checkpointing):
