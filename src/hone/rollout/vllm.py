@@ -353,23 +353,24 @@ class VllmEngine:
             return
         if cut is None and news.finish_reason not in ("stop", "length"):
             raise EngineError(f"prompt {row.group.request.prompt.id}: vLLM ended a sample with {news.finish_reason!r}.")
-        routing = {} if self._routing is None else self._routing_of(name, row, news)
+        routing = None if self._routing is None else self._routing_of(self._routing, name, row, news)
         if news.finish_reason is None:
             self._llm.abort_request([name])
         del self._rows[name]
         self._finish(row, cut, routing, stopped=cut is not None or news.finish_reason == "stop")
 
-    def _routing_of(self, name: str, row: _VllmRow, news: Any) -> dict[str, Experts]:
-        assert self._routing is not None
+    def _routing_of(self, records: VllmRouting, name: str, row: _VllmRow, news: Any) -> tuple[Experts, Experts | None]:
+        """Of the sample's tokens, and of the prompt's where it stands for the others."""
         prompt_tokens = len(row.group.request.prompt.token_ids)
         first = _first_recorded(row.group, row.index)
-        of_prompt, own = self._routing.of(
-            name, news, first=first, prompt_tokens=prompt_tokens, tokens=len(row.token_ids)
-        )
-        return {"routing": own} if first else {"routing": own, "prompt_routing": of_prompt}
+        of_prompt, own = records.of(name, news, first=first, prompt_tokens=prompt_tokens, tokens=len(row.token_ids))
+        return own, None if first else of_prompt
 
-    def _finish(self, row: _VllmRow, cut: str | None, routing: dict[str, Experts], *, stopped: bool) -> None:
+    def _finish(
+        self, row: _VllmRow, cut: str | None, routing: tuple[Experts, Experts | None] | None, *, stopped: bool
+    ) -> None:
         group = row.group
+        own, of_prompt = routing or (None, None)
         sample = Sample(
             prompt_id=group.request.prompt.id,
             index=row.index,
@@ -378,7 +379,8 @@ class VllmEngine:
             versions=version_spans(row.versions),
             finish_reason="stop" if stopped else "length",
             text=self._decode(row.token_ids) if cut is None else cut,
-            **routing,
+            routing=own,
+            prompt_routing=of_prompt,
         )
         group.samples.append(sample)
         if group.on_sample is not None:
