@@ -122,3 +122,19 @@ def test_a_command_of_trl_reads_its_configuration_file(tmp_path, capsys):
     assert (config.train.optimizer.lr, config.rollout.group_size, config.model.path) == (3e-6, 4, "a/b")
     found = lines("trl grpo --config missing.yaml --model_name_or_path a/b")
     assert found["config"].kind == "hole"
+
+
+def test_older_flags_of_openrlhf_have_the_defaults_of_their_version():
+    """Since 0.9.10 one `max_len` of 2048 counts; before, each part has a limit of its own."""
+    flags = "--pretrain a/b --prompt_data c/d --remote_rm_url r.py --label_key l"
+    older = lines(f"python3 -m openrlhf.cli.train_ppo_ray {flags} --prompt_max_len 1024 --generate_max_len 3000")
+    assert "data.max_len" not in older
+    assert older["generate_max_len"].settings == {"rollout.max_response_tokens": 3000}
+    assert translate(read_foreign(f"python3 -m openrlhf.cli.train_ppo_ray {flags}", "a.sh")).version == "0.10.1"
+
+
+def test_no_before_an_argument_of_trl():
+    found = lines("trl grpo --model_name_or_path a/b --no_gradient_checkpointing --no-bf16 --no_remove_unused_columns")
+    written = {key: value for verdict in found.values() for key, value in verdict.settings.items()}
+    assert "train.activation_checkpointing" not in written and written["run.precision"] == "float32"
+    assert not {"gradient_checkpointing", "bf16"} & found.keys(), "not their defaults"

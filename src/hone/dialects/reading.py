@@ -307,7 +307,8 @@ def _flags(tool: Tool, program: str, words: list[str], command: ShellCommand) ->
 
     def keep() -> None:
         if name:
-            value: Any = True if not values else values[0] if len(values) == 1 else list(values)
+            is_on = tool != "trl" or not name.startswith(("no_", "no-"))
+            value: Any = is_on if not values else values[0] if len(values) == 1 else list(values)
             keys[name] = ForeignKey(name, value, command.line)
 
     for word in words:

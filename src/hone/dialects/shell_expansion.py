@@ -220,6 +220,8 @@ def _braces(inner: str, scope: ShellScope, depth: int) -> tuple[str, list[str] |
     if index in ("[@]", "[*]") and not rest:
         value = scope.variables.get(name, [])
         return ("", value) if isinstance(value, list) else ("", [value])
+    if name == "@" and (cut := re.fullmatch(r":(\d{1,4})", rest)) is not None:
+        return "", list(scope.arguments or [])[max(0, int(cut[1]) - 1) :]
     value = scope.variables.get(name)
     if index and not rest and isinstance(value, list) and re.fullmatch(r"\[\d{1,4}\]", index):
         number = int(index[1:-1])

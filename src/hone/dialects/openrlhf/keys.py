@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hone.dialects import shared
+from hone.dialects.defaults import defaults_of, known_versions, version_key
 from hone.dialects.foreign import ForeignRun
 from hone.dialects.openrlhf import rules
 from hone.dialects.rows import automatic, by, each, listed, missing, placement, rewritten, table, to, under, when, where
@@ -353,8 +354,14 @@ WRITTEN = listed(
 
 
 def _version(foreign: ForeignRun) -> str | None:
-    """Flags had no dots before 0.10.2."""
-    return "0.10.1" if any(key.key.replace("-", "_") in ALIASES for key in foreign.keys) else None
+    """Flags had no dots before 0.10.2; of those versions, the newest that has all flags that any of them had."""
+    names = [ALIASES[name] for key in foreign.keys if (name := key.key.replace("-", "_")) in ALIASES]
+    if not names:
+        return None
+    older = [version for version in known_versions("openrlhf") if version_key(version) < (0, 10, 2)]
+    flags = {version: defaults_of(foreign, version).keys() for version in older}
+    known = {name for name in names if any(name in found for found in flags.values())}
+    return max(older, key=lambda version: (len(known & flags[version]), version_key(version)))
 
 
 DIALECT = Dialect(ROWS, WRITTEN, rules.program, rules.whole_command, ALIASES, _version)

@@ -267,5 +267,7 @@ OLDER_RLOO = {
     "reward_model_path": "reward_model_name_or_path",
 }
 """Names of RLOO's arguments before 0.22, which renamed them so itself."""
-ALIASES = OLDER_RLOO | {"async_num_generations": "num_generations"}
+NEGATED = ("gradient_checkpointing", "bf16", "shuffle_dataset", "vllm_importance_sampling_correction")
+"""Arguments that are on by default, which `--no_...` turns off."""
+ALIASES = OLDER_RLOO | {f"no_{name}": name for name in NEGATED} | {"async_num_generations": "num_generations"}
 DIALECT = Dialect(ROWS, WRITTEN, rules.program, rules.whole_command, ALIASES)
