@@ -106,7 +106,8 @@ def test_logits_are_made_in_float32_as_the_trainer_makes_them(place, on_gpu):
 def test_hone_relies_on_what_no_user_sets(place):
     found = arguments(place)
     assert found["logprobs_mode"] == "processed_logprobs"
-    assert found["async_scheduling"] is False
+    assert "async_scheduling" not in found, "vLLM's choice: the engine takes what is in flight"
+    assert arguments(replace(place, records_routing=True))["async_scheduling"] is False
     assert found["generation_config"] == "vllm"
     assert not found.keys() & {"use", "args", "sleep_level", "distributed_executor_backend"}
     turns = VllmPlace(place.folder, "float32", 100, 10, 64, takes_turns=True)

@@ -42,7 +42,7 @@ ELSEWHERE = {
     "logprobs_mode": f"{_FIXED}: logprobs are of the distribution that was sampled from",
     "skip_tokenizer_init": f"{_FIXED}: the policy's engines have no tokenizer, a service's render chat with theirs",
     "worker_extension_cls": f"{_FIXED}: it loads new weights",
-    "async_scheduling": f"{_FIXED}: off, so that the version of the weights that sampled a token is known",
+    "async_scheduling": f"{_FIXED}: on where vLLM can; what is in flight is taken before weights change",
     "speculative_config": "is not supported: the draft model would not follow the policy",
     "enable_lora": "is lora.publish = adapter; else an adapter is published merged into the weights",
     "quantization": "is not supported: the trainer's weights are published as they are",

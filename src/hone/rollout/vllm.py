@@ -325,6 +325,17 @@ class VllmEngine:
             del self._rows[name]
         self._llm.abort_request(names)
 
+    def _take_in_flight(self) -> None:
+        """Where vLLM schedules ahead of what it returns (asynchronous scheduling, on GPUs), take the tokens of the
+        steps that it has launched: they are of the weights that are there now."""
+        launched = self._llm.vllm_config.max_concurrent_batches - 1
+        if not launched or not self._awake:
+            return
+        self._llm.sleep(level=0, mode="keep")  # schedules nothing more, and frees nothing
+        for _ in range(launched):
+            self._step()
+        self._llm.wake_up(["scheduling"])
+
     def _step(self) -> None:
         version = self.version
         outputs = self._llm.step()
@@ -390,10 +401,12 @@ class VllmEngine:
 
     def _load_adapter(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         assert self._adapter is not None
+        self._take_in_flight()
         self._wake_weights()
         self._now_has(version, self._adapter.load(weights, version))
 
     def _load(self, weights: Buckets, version: int) -> None:
+        self._take_in_flight()
         self._wake_weights()
         self._has_weights = False
         self._llm.collective_rpc("start_weight_update")
@@ -435,6 +448,7 @@ class VllmEngine:
         if self._rows:
             return False
         if self._awake:
+            self._take_in_flight()
             if self._frees_memory:
                 self._llm.sleep(self._settings.sleep_level)
             else:

@@ -113,12 +113,13 @@ def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool)
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the model's own would change temperature and truncation
         "logprobs_mode": "processed_logprobs",
-        "async_scheduling": False,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
     }
     if dtype != "float32":
         arguments["hf_overrides"] = FLOAT32_HEAD
+    if place.records_routing:  # records are read as far as they have come, which nothing in flight may change
+        arguments["async_scheduling"] = False
     if place.adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(place.adapter.rank)}
     file = place.folder / "config.json"
