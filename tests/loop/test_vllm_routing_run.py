@@ -10,7 +10,7 @@ from hone.config.load import load_config
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: make test-vllm"),
 ]
@@ -36,6 +36,7 @@ def test_a_run_replays_the_routing_of_vllm_at_every_version(tmp_path):
             "stages=[rl]",
             "algorithm.replay_routing=true",
             "cluster.backend=ray",
+            "cluster.start_timeout_s=600",  # kernels are interpreted, and Triton is imported by every process
             "cluster.devices_per_node=1",
             "cluster.engines.use=vllm",
             "cluster.engines.max_num_seqs=32",
