@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hone.cli.arguments import AsJson, examples
-from hone.dialects.foreign import DialectError
+from hone.dialects.foreign import DialectError, Tool
 from hone.dialects.reading import MAX_BYTES, TOOLS, read_foreign
 from hone.dialects.report import report_lines
 from hone.dialects.translate import Imported, translate
@@ -38,7 +38,7 @@ def import_command(
         ),
     ],
     tool: Annotated[
-        str | None, typer.Option("--from", metavar="TOOL", help=f"{', '.join(TOOLS)}; without it, recognised.")
+        Tool | None, typer.Option("--from", metavar="TOOL", help=f"{', '.join(TOOLS)}; without it, recognised.")
     ] = None,
     version: Annotated[
         str | None,
@@ -52,13 +52,10 @@ def import_command(
     Exit code 0 when everything has a counterpart or needs none, 5 when something is missing (marked in the run file), 2
     when FILE cannot be read.
     """
-    if tool is not None and tool not in TOOLS:
-        raise typer.BadParameter(f"must be one of {', '.join(TOOLS)} (got {tool})", param_hint="--from")
     if to is not None and to.exists():
         raise typer.BadParameter(f"{to} exists. Name another file, or remove it", param_hint="--to")
     source = file.name if str(file) != "-" else "stdin"
-    named = next((known for known in TOOLS if known == tool), None)
-    imported = translate(read_foreign(_text(file), source, named, lambda path: _script(file, path)), version)
+    imported = translate(read_foreign(_text(file), source, tool, lambda path: _script(file, path)), version)
     text = run_file_of(imported)
     if to is not None:
         files = {to.with_name(name): content for name, content in imported.foreign.files.items()}
