@@ -1,6 +1,6 @@
-"""The page docs/reference/coming-from.md, from the tables of `hone import` and the public commands of the corpora.
+"""The pages in docs/reference/coming-from/, from the tables of `hone import` and the public commands of the corpora.
 
-`python tests/dialects/coming_from.py` writes the page; test_coming_from.py compares it.
+`python tests/dialects/coming_from.py` writes them; test_coming_from.py compares them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from hone.dialects.verdict import ForeignJob, Row
 from hone.observe.whole import write_whole
 from hone.tools.foreign_names import TITLES
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coming-from.md"
+FOLDER = Path(__file__).parents[2] / "docs" / "reference" / "coming-from"
 MOST = 40
 INTRO = """\
-# Coming from verl, OpenRLHF, TRL, MindSpeed-RL, prime-rl or nanochat
+# Coming from {title}
 
-What the keys of your script become. For each tool: the 40 most used keys, what is automatic or only placement here, and
-what is missing. `hone import FILE --to run.yaml` applies these tables to a script of yours, and says of each of its
-keys what became of it ([migrate.md](../migrate.md)). Counts are of the public commands in `tests/dialects/corpora`.
-`*` stands for any word, `**` for any end. This page is written by `tests/dialects/coming_from.py`."""
+What the keys of your script become: the {most} most used keys, what is automatic or only placement here, and what is
+missing. `hone import FILE --to run.yaml` applies this table to a script of yours, and says of each of its keys what
+became of it ([coming-from.md](../../coming-from.md)). Defaults are known for {versions}.
+`*` stands for any word, `**` for any end.{counts}
+This page is written by `tests/dialects/coming_from.py`."""
+COUNTS = " Counts are of the public commands in `tests/dialects/corpora`."
 
 
 def used(tool: str) -> tuple[int, Counter[str]]:
@@ -77,18 +79,24 @@ def by_reason(tool: str, *kinds: str) -> Iterator[str]:
         yield f"- {', '.join(f'`{name}`' for name in names)}: {why}"
 
 
-def page() -> str:
-    """Text of the page."""
-    lines = [INTRO]
-    for tool, title in TITLES.items():
-        versions = known_versions(tool)
-        span = versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
-        lines += ["", f"## {title}", "", f"Defaults are known for {span}.", "", *most_used(tool)]
-        for heading, kinds in (("Automatic in Hone", ("automatic", "placement")), ("Missing", ("refused", "hole"))):
-            found = list(by_reason(tool, *kinds))
-            lines += ["", f"### {heading}, of {title}", "", *found] if found else []
+def page(tool: str) -> str:
+    """Text of one tool's page."""
+    versions = known_versions(tool)
+    span = versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+    counts = COUNTS if used(tool)[0] else ""
+    lines = [INTRO.format(title=TITLES[tool], most=MOST, versions=span, counts=counts), ""]
+    lines += ["## Most used keys", "", *most_used(tool)]
+    for heading, kinds in (("Automatic in Hone", ("automatic", "placement")), ("Missing", ("refused", "hole"))):
+        found = list(by_reason(tool, *kinds))
+        lines += ["", f"## {heading}", "", *found] if found else []
     return "\n".join(lines) + "\n"
 
 
+def pages() -> dict[str, str]:
+    """Text of each page by its file's name."""
+    return {f"{tool}.md": page(tool) for tool in TITLES}
+
+
 if __name__ == "__main__":
-    write_whole(PAGE, page())
+    for name, text in pages().items():
+        write_whole(FOLDER / name, text)
