@@ -210,6 +210,7 @@ def test_a_rest_beyond_the_deadline_is_not_waited_for():
     with FaultyServer(lambda request: Answer(503, headers={"Retry-After": "3600"})) as server:
         answers, endpoints = ask(server, times=3, deadline_s=200)  # longer than a test may take
     assert all(isinstance(answer, Unavailable) for answer in answers)
+    assert all(str(answer).startswith(f"{server.url}/v1/rewards: ") for answer in answers), "also those not tried"
     assert endpoints.counts.tries == 1, "the others did not try an endpoint that rests"
     assert len(server.requests) == 1  # the others were spared the way
 

@@ -192,7 +192,7 @@ class Endpoints:
                     call.start_clock()
                     call.last, started = endpoint, time.monotonic()
                     if started >= call.deadline:
-                        call.give_up(f"{endpoint.url}: {endpoint.problem or 'no place was free in time'}")
+                        call.give_up(f"{call.address(endpoint)}: {endpoint.problem or 'no place was free in time'}")
                     if endpoint.ejected and self._ready_path is not None:
                         if not await self._is_ready(endpoint, self._ready_path, call.deadline - started):
                             not_ready = f"; {self._ready_path} does not answer 200 since then"
@@ -268,7 +268,7 @@ class Endpoints:
         resting = [endpoint.resting_until for endpoint in self._endpoints if endpoint.is_resting()]
         none_on_trial = len(resting) == len(self._endpoints)
         if now >= call.deadline or (none_on_trial and min(resting) >= call.deadline):
-            call.give_up("; ".join(f"{endpoint.url}: {endpoint.problem}" for endpoint in self._endpoints))
+            call.give_up("; ".join(f"{call.address(endpoint)}: {endpoint.problem}" for endpoint in self._endpoints))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min([*resting, call.deadline]) - now):
                 await self._news.wait()
@@ -293,7 +293,7 @@ class RetryingCall:
 
     def __init__(self, endpoints: Endpoints, deadline_s: float, try_s: float, max_tries: float) -> None:
         self._endpoints, self._deadline_s, self.try_s, self._max_tries = endpoints, deadline_s, try_s, max_tries
-        self._failures = 0
+        self._failures, self._path = 0, ""
         self.deadline = math.inf
         """On the clock of `time.monotonic`; infinite until the clock is started."""
         self.last: Endpoint | None = None
@@ -304,7 +304,7 @@ class RetryingCall:
 
     async def post(self, path: str, body: Any, check: Callable[[Any], T]) -> T:
         """See `Endpoints.post`."""
-        content = encode_json(body)
+        content, self._path = encode_json(body), path
         self._endpoints.counts.requests += 1
         self._endpoints.budget.earn()
         problem = ""
@@ -314,8 +314,12 @@ class RetryingCall:
                     return await self._try(endpoint, path, content, check)
                 except RetryableFailure as failure:
                     if not (failure.is_cut and problem):  # what went wrong before says more
-                        problem = f"{endpoint.url}{path}: {failure}"
+                        problem = f"{self.address(endpoint)}: {failure}"
             await self.again(problem)
+
+    def address(self, endpoint: Endpoint) -> str:
+        """What the call asks of an endpoint, for messages."""
+        return endpoint.url + self._path
 
     async def again(self, problem: str) -> None:
         """Wait before another try, within the retry budget. Raises Unavailable when the deadline comes first."""
