@@ -15,14 +15,13 @@ from hone.model.base import CausalModel
 from hone.model.load import init_model
 from hone.plan.kv_cache import CacheRoom
 from hone.rollout.decoding import PREFILL_TOKENS
-from hone.rollout.engine import Request, Sampling
+from hone.rollout.engine import Request
 from hone.rollout.graphs import Step, StepGraphs
 from hone.rollout.local import graphs_on, make_stepper
 from hone.rollout.rows import RowJob
 from hone.rollout.scheduler import Scheduler
 from hone.tools.acceptance.figures import Figure
-from hone.tools.acceptance.setting import PROMPT, TINY, PartSetting, shape_of, timed
-from hone.types import Prompt
+from hone.tools.acceptance.setting import PROMPT, TINY, PartSetting, random_requests, shape_of, timed
 
 GROUP, ROWS, TOKENS = 8, (8, 64, 512), 256
 FEWEST = ROWS[0]
@@ -70,13 +69,7 @@ def rollout(model: CausalModel, rows: int, tokens: int, graphs: StepGraphs | Non
     prompts = rows // GROUP
     room = CacheRoom(PROMPT, tokens, 2 * prompts, rows)
     scheduler = Scheduler(make_stepper(model, rows, PREFILL_TOKENS, room, graphs=graphs), lambda ids: "", rows)
-    random = np.random.default_rng(0)
-    sampling = Sampling(tokens, 1.0, top_k=0, top_p=1.0, min_p=0.0, stop=(), stop_token_ids=())
-    requests = [
-        Request(Prompt(f"p{n}", n, "", token_ids), GROUP, sampling, seed=0, stream="train")
-        for n, token_ids in enumerate(random.integers(1, model.vocab_size, (prompts, PROMPT), dtype=np.int32))
-    ]
-    return partial(drawn_by, scheduler, requests, tokens)
+    return partial(drawn_by, scheduler, random_requests(model.vocab_size, [tokens] * prompts, GROUP), tokens)
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ class Expectation:
 EXPECTED: Mapping[str, Expectation] = {
     "finished": Expectation("", least=1, on_cpu=True),
     "seconds": Expectation("s"),
+    "left_out": Expectation(""),
     "known_device": Expectation("", least=1),
     "listed_minus_seen": Expectation("devices", least=0, most=0),
     "device_memory": Expectation("GiB"),
@@ -66,6 +67,8 @@ EXPECTED: Mapping[str, Expectation] = {
     "graphs_recorded": Expectation("graphs", least=1, on_cpu=True),
     "graph_gib": Expectation("GiB", most=2),
     "same_samples": Expectation("of all", least=1, on_cpu=True),
+    "engine_tokens_per_s": Expectation("tokens/s"),
+    "engine_ratio": Expectation("ratio", least=0.2),
     "export_gib_per_s": Expectation("GiB/s"),
     "export_device_gib": Expectation("GiB beyond the weights", most=2.5),
     "gate_gap": Expectation("nats, mean", most=0.03, on_cpu=True),

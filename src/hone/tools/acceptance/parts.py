@@ -14,6 +14,7 @@ from hone.assemble.job import set_up_arithmetic
 from hone.config.run import RunSection
 from hone.tools.acceptance.arithmetic import attention, deterministic, devices, numbers
 from hone.tools.acceptance.decoding import decoding
+from hone.tools.acceptance.engines import engines
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.kernels import kernels
 from hone.tools.acceptance.pictures import pictures
@@ -31,6 +32,7 @@ PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "trainer-1.7b": trainer_part("1.7b"),
     "trainer-4b": trainer_part("4b"),
     "decoding": decoding,
+    "engines": engines,
     "export": export,
     "run": run,
     "cluster": cluster,

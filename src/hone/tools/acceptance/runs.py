@@ -29,9 +29,11 @@ def run(setting: PartSetting) -> Iterator[Figure]:
 def cluster(setting: PartSetting) -> Iterator[Figure]:
     """The same on Ray with trainer and engines on one device, for Hone's engine and for vLLM where it is installed."""
     if importlib.util.find_spec("ray") is None:
-        yield Figure("cluster", "has_vllm", 0.0, note="Ray is not installed: nothing was run")
+        yield Figure("cluster", "left_out", 1.0, note="Ray is not installed")
         return
     uses = ["hone", "vllm"] if importlib.util.find_spec("vllm") and setting.is_gpu else ["hone"]
+    if "vllm" not in uses:
+        yield Figure("cluster", "left_out", 1.0, "vllm", "vLLM is not installed, or here is no accelerator")
     for use in uses:
         pools = {} if setting.is_gpu else {"pools": {"all": {"devices": 1, "roles": ["policy", "rollout"]}}}
         yield from whole_run("cluster", setting, {"backend": "ray", "engines": {"use": use}, **pools}, case=use)

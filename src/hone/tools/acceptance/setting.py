@@ -17,9 +17,10 @@ from hone.config.run import OptimizerSection
 from hone.devices import is_accelerator, synchronize
 from hone.model.base import CausalModel
 from hone.plan.presets import named_config
+from hone.rollout.engine import Request, Sampling
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
-from hone.types import Batch
+from hone.types import Batch, Prompt
 
 T = TypeVar("T")
 LENGTHS = (300, 2048, 4096, 16384, 32768)
@@ -88,6 +89,22 @@ def random_batch(lengths: Sequence[int], prompts: int, *, vocab: int, prompt_tok
         reward_S=torch.ones(len(lengths)),
         columns={"advantages_T": torch.from_numpy(random.standard_normal(total)).float()},
     )
+
+
+def random_requests(vocab: int, tokens: Sequence[int], group: int) -> list[Request]:
+    """A request for each prompt of `PROMPT` tokens, for `group` samples of exactly so many tokens; by a fixed seed."""
+    random = np.random.default_rng(0)
+    prompts = random.integers(1, vocab, (len(tokens), PROMPT), dtype=np.int32)
+    return [
+        Request(
+            Prompt(f"p{n}", n, "", token_ids),
+            group,
+            Sampling(longest, 1.0, top_k=0, top_p=1.0, min_p=0.0, stop=(), stop_token_ids=()),
+            seed=0,
+            stream="train",
+        )
+        for n, (token_ids, longest) in enumerate(zip(prompts, tokens, strict=True))
+    ]
 
 
 def make_trainer(model: CausalModel, precision: Any, budget: int, *, deterministic: bool = False) -> PolicyTrainer:

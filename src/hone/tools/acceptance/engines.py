@@ -1,0 +1,122 @@
+"""The part with engines alone: Hone's own and vLLM draw the same requests, in speed and against the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from hone.config.engine import EngineSection
+from hone.data.pack import collate
+from hone.devices import devices_here, give_back_memory
+from hone.memory.gauges import capacity_of
+from hone.model.base import CausalModel
+from hone.model.load import init_model, save_hf
+from hone.plan.kv_cache import CacheRoom, most_within
+from hone.rollout.engine import Engine, Request
+from hone.rollout.local import LocalEngine, bytes_per_token
+from hone.rollout.vllm import VllmEngine
+from hone.rollout.vllm_args import VllmPlace
+from hone.tools.acceptance.figures import Figure
+from hone.tools.acceptance.setting import (
+    PROMPT,
+    RUN_TIMEOUT_S,
+    SMALL,
+    PartSetting,
+    make_trainer,
+    random_requests,
+    shape_of,
+)
+from hone.train.policy import PolicyTrainer
+from hone.types import Group
+
+STEP_TIMEOUT_S, PREFILL_TOKENS = 120.0, 16384
+WARM_TOKENS, COMPARED_GROUPS = 16, 4
+
+
+def engines(setting: PartSetting) -> Iterator[Figure]:
+    """64 prompts with 8 samples each of 256 to 2,048 tokens, in Hone's engine, and in vLLM where it is installed."""
+    prompts, group, shortest, longest = (4, 2, 4, 16) if setting.tiny else (64, 8, 256, 2048)
+    shape = SMALL if setting.tiny else shape_of("0.6b")
+    dtype = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
+    model = init_model(shape, vocab_size=None, seed=0, dtype=getattr(torch, dtype), device=setting.device)
+    lengths = np.linspace(shortest, longest, prompts, dtype=int).tolist()
+    requests = random_requests(model.vocab_size, lengths, group)
+    what = f"{prompts} prompts x {group}, {shortest} to {longest} tokens, {dtype}"
+    with TemporaryDirectory(prefix="hone-gpu-") as name:
+        save_hf(Path(name), model.hf_config, model.named_weights())
+        own_s, own = asyncio.run(drawn_by(partial(start_own, model, requests), requests))
+        give_back_memory()
+        trainer = make_trainer(model, dtype, setting.budget)
+        yield from figures_of("hone", what, own_s, own, trainer)
+        if importlib.util.find_spec("vllm") is None:
+            yield Figure("engines", "left_out", 1.0, "vllm", "vLLM is not installed")
+            return
+        place = VllmPlace(
+            Path(name), dtype, PROMPT + longest, max_concurrent=prompts * group, prefill_tokens=PREFILL_TOKENS
+        )
+        vllm_s, theirs = asyncio.run(drawn_by(partial(start_vllm, place), requests))
+        yield from figures_of("vllm", what, vllm_s, theirs, trainer)
+        yield Figure("engines", "engine_ratio", (tokens_of(own) / own_s) / (tokens_of(theirs) / vllm_s), what)
+
+
+def figures_of(
+    use: str, what: str, seconds: float, groups: Sequence[Group], trainer: PolicyTrainer
+) -> Iterator[Figure]:
+    """An engine's speed, and how far its logprobs are from the trainer's with some of its samples."""
+    case = f"{use}, {what}"
+    yield Figure("engines", "engine_tokens_per_s", tokens_of(groups) / seconds, case)
+    batch = collate([group.scored({}, (0.0,) * len(group.samples)) for group in groups[:COMPARED_GROUPS]])
+    gap = (trainer.logprobs(batch).cpu() - batch.sampler_logprobs_T).abs().mean()
+    yield Figure("engines", "gate_gap", float(gap), case)
+
+
+def tokens_of(groups: Sequence[Group]) -> int:
+    """Sampled tokens."""
+    return sum(len(sample.token_ids) for group in groups for sample in group.samples)
+
+
+async def drawn_by(start: Callable[[], Awaitable[Engine]], requests: Sequence[Request]) -> tuple[float, list[Group]]:
+    """Seconds in which a new engine answers all requests, sent at once, after short ones for the same prompts."""
+    engine = await start()
+    try:
+        warm = [replace(one, sampling=replace(one.sampling, max_tokens=WARM_TOKENS)) for one in requests]
+        await asyncio.gather(*map(engine.generate, warm))
+        started = time.perf_counter()
+        samples = await asyncio.gather(*map(engine.generate, requests))
+        seconds = time.perf_counter() - started
+    finally:
+        await engine.close()
+    return seconds, [Group(request.prompt, own) for request, own in zip(requests, samples, strict=True)]
+
+
+async def start_own(model: CausalModel, requests: Sequence[Request]) -> LocalEngine:
+    """Hone's engine with room for the requests, within the share of the device that a run gives its cache."""
+    samples = sum(request.num_samples for request in requests)
+    longest = max(request.sampling.max_tokens for request in requests)
+    each = bytes_per_token(model)
+    most = most_within(capacity_of(model.output_weight.device), each) if each else None
+    return LocalEngine(
+        model,
+        decode=str,
+        eos_ids=(),
+        max_concurrent=samples,
+        timeout_s=STEP_TIMEOUT_S,
+        room=CacheRoom(PROMPT, longest, len(requests), samples, most),
+        prefill_tokens=PREFILL_TOKENS,
+    )
+
+
+async def start_vllm(place: VllmPlace) -> VllmEngine:
+    """vLLM with the share of the device that a run gives it."""
+    return await VllmEngine.start(
+        place, EngineSection(), decode=str, eos_ids=(), timeout_s=STEP_TIMEOUT_S, start_timeout_s=RUN_TIMEOUT_S
+    )
