@@ -93,7 +93,7 @@ def test_tiny_shapes_meet_what_a_cpu_can():
     setting, found = PartSetting(torch.device("cpu"), tiny=True), {}
     numeric = ("devices", "numbers", "deterministic", "attention", "kernels")
     with environment_restored("CUBLAS_WORKSPACE_CONFIG"):  # a part has a process of its own otherwise
-        for part in (*numeric, "trainer-0.6b", "decoding", "engines", "export", "run"):
+        for part in (*numeric, "trainer-0.6b", "transformers", "decoding", "engines", "export", "run"):
             for figure in PARTS[part](setting):
                 line = figure.as_dict(is_gpu=False)
                 assert line["holds"] is not False, line

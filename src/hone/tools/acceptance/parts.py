@@ -13,6 +13,7 @@ from pathlib import Path
 from hone.assemble.job import set_up_arithmetic
 from hone.config.run import RunSection
 from hone.tools.acceptance.arithmetic import attention, deterministic, devices, numbers
+from hone.tools.acceptance.baseline import transformers
 from hone.tools.acceptance.decoding import decoding
 from hone.tools.acceptance.engines import engines
 from hone.tools.acceptance.figures import Figure
@@ -31,6 +32,7 @@ PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "trainer-0.6b": trainer_part("0.6b"),
     "trainer-1.7b": trainer_part("1.7b"),
     "trainer-4b": trainer_part("4b"),
+    "transformers": transformers,
     "decoding": decoding,
     "engines": engines,
     "export": export,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hone.algo.algorithm import Algorithm
 from hone.config.algorithm import AlgorithmSection
@@ -20,6 +21,7 @@ from hone.plan.presets import named_config
 from hone.rollout.engine import Request, Sampling
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
+from hone.train.ranks import ALONE, Ranks
 from hone.types import Batch, Prompt
 
 T = TypeVar("T")
@@ -107,13 +109,16 @@ def random_requests(vocab: int, tokens: Sequence[int], group: int) -> list[Reque
     ]
 
 
-def make_trainer(model: CausalModel, precision: Any, budget: int, *, deterministic: bool = False) -> PolicyTrainer:
-    """A policy's trainer of one process."""
+def make_trainer(
+    model: CausalModel, precision: Any, budget: int, *, deterministic: bool = False, ranks: Ranks = ALONE
+) -> PolicyTrainer:
+    """A policy's trainer, of one process or one of several."""
     passes = Passes(
         precision=precision,
         tokens_per_microbatch=budget,
         logprob_chunk_tokens=1024,
         temperature=1.0,
+        ranks=ranks,
         deterministic=deterministic,
     )
     return PolicyTrainer(model, passes, optimizer=OptimizerSection(lr=1e-6), total_optimizer_steps=1000)
@@ -140,3 +145,23 @@ def timed(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
         synchronize()
         seconds.append(time.perf_counter() - started)
     return sorted(seconds)[repeats // 2], found
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFigures:
+    """One way of training on the same samples."""
+
+    logprobs_T: Tensor
+    """On the CPU, by the first weights."""
+    grad_norm: float
+    seconds: float
+    """Of a later update."""
+
+
+def measured_update(trainer: PolicyTrainer, batch: Batch) -> UpdateFigures:
+    """What a new trainer makes of a batch as if it had been sampled from its own weights: every ratio is 1."""
+    algorithm, logprobs_T = make_algorithm(), trainer.logprobs(batch).cpu()
+    batch = replace(batch, sampler_logprobs_T=logprobs_T)
+    norm = update(trainer, batch, algorithm)["train/grad_norm"]
+    seconds, _ = timed(lambda: update(trainer, batch, algorithm))
+    return UpdateFigures(logprobs_T, norm, seconds)
