@@ -11,7 +11,8 @@ from ray._private import worker
 
 from hone.assemble import cluster
 from hone.assemble.cluster import RayBackend
-from hone.cluster.ray import lost, raylet_lost
+from hone.cluster.ray import RayCluster, lost, raylet_lost
+from hone.config.cluster import ClusterSection
 from hone.errors import ClusterError, ClusterLost, Stopped
 
 WHY = "Ray is lost: the GCS at 10.0.0.1:6379 does not answer (Connection refused)."
@@ -48,6 +49,20 @@ def test_who_is_lost_is_named(doors):
     assert raylet_lost() is None, "calls to actors still succeed"
     doors.raylet.close()
     assert lost() == raylet_lost() == "Ray is lost: the raylet of this machine does not answer (Connection refused)."
+
+
+def test_a_ray_that_is_not_there_in_time_is_an_error_that_says_so(monkeypatch):
+    def starts_too_slowly(**_):
+        raise Exception("The current node timed out during startup.\nThe GCS may be overloaded.")  # as Ray does
+
+    monkeypatch.setattr(ray, "init", starts_too_slowly)
+    settings = ClusterSection(backend="ray")
+    with (
+        RayCluster(settings, name="run", resource="CPU", num_devices=1, say=print) as mine,
+        pytest.raises(ClusterError) as told,
+    ):
+        mine.start()
+    assert str(told.value) == "Ray could not be started on this machine: The current node timed out during startup."
 
 
 class Job:
