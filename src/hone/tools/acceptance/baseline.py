@@ -77,9 +77,8 @@ class PlainTrainer:
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, budget: int) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa"
-        ).to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = model.to(device)
         self._device, self._dtype, self._budget = device, dtype, budget
         self._adam = torch.optim.AdamW(self._model.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
