@@ -28,7 +28,7 @@ from hone.reward.rewards import Component, Rewards, Scorer
 from hone.rollout.engine import Engine, Sampling
 from hone.rollout.env_pool import EnvironmentPool
 from hone.rollout.episodes import EpisodeEngine
-from hone.rollout.local import LocalEngine, bytes_per_token, refuse_to_compile
+from hone.rollout.local import LocalEngine, counted, refuse_to_compile
 
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
@@ -75,7 +75,8 @@ def embedded_engine(
     room = cache_room(
         config,
         share_of(workload_of(config), replicas),
-        bytes_per_token=bytes_per_token(model),
+        counted(model),
+        bytes_each=model.output_weight.element_size(),
         memory_bytes=memory if is_accelerator(device) else memory // devices_each,
         shares_prompts=isinstance(model, Decoder),
     )

@@ -2,8 +2,8 @@
 
 Closed forms, counted operation by operation: for Hone's own decoder from `model/decoder.py`, `fused.py`, `attention.py`
 and `logprobs.py`; for Transformers' classes from what autograd saves of their eager code around an attention that
-keeps q, k, v, its output and one normaliser per query, and capped scores beside them. Bytes per number: 2 in bfloat16,
-4 in float32.
+keeps q, k, v, its output and one normaliser per query, and capped scores beside them. What layers with states keep is
+in `state_activations.py`. Bytes per number: 2 in bfloat16, 4 in float32.
 
 Tensor parallelism divides heads and feed-forward widths, not the residual stream; sequence parallelism divides tokens,
 but not attention's masks. Not modelled: fused kernels of other libraries.
@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hone.plan.architecture import Architecture
+from hone.plan import state_activations
+from hone.plan.architecture import Architecture, linear_layers
+from hone.plan.states import LayerKind
 
 OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """What Hone's own decoder runs; must equal `model.decoder.FAMILY`, a test compares them."""
@@ -73,14 +75,23 @@ class Pass:
 
 
 def saved_per_token(work: Pass, checkpointing: Checkpointing | None = None) -> float:
-    """Bytes per token and layer that the forward pass keeps for the backward pass; of a layer that is recomputed, where
-    some are."""
-    mode, arch, p, tp = checkpointing or work.checkpointing, work.architecture, work.bytes_each, work.tensor_parallel
+    """Bytes per token and layer that the forward pass keeps for the backward pass, in the mean of all layers; of a
+    layer that is recomputed, where some are."""
+    kinds = work.architecture.kinds
+    each = {kind: _saved(work, kind, checkpointing or work.checkpointing) for kind in set(kinds)}
+    return sum(each[kind] for kind in kinds) / len(kinds)
+
+
+def _saved(work: Pass, kind: LayerKind, mode: Checkpointing) -> float:
+    """As `saved_per_token`, of one kind of layer."""
+    arch, p, tp = work.architecture, work.bytes_each, work.tensor_parallel
     if mode == "full" or isinstance(mode, int):
         return p * arch.hidden
+    if mode == "selective" and kind.has_states:
+        return p * (arch.hidden + sum(outputs for _, outputs in linear_layers(arch, kind).values()))
     if mode == "selective":  # the layer's input, and the results of products: two of them are of the residual stream
         return p * (3 * arch.hidden + (_attention_numbers(arch) + 2 * arch.active_inner) / tp)
-    return _own(work) if work.implementation == "hone" else _transformers(work)
+    return _own(work) if work.implementation == "hone" else _transformers(work, kind)
 
 
 def recomputed_layers(checkpointing: Checkpointing, layers: int) -> int:
@@ -109,8 +120,10 @@ def recomputes_last(work: Pass) -> bool:
 
 def made_again_per_token(work: Pass) -> float:
     """Bytes per token of one layer's activations that were not stored, while it goes backward."""
-    stored = saved_per_token(work) - saved_per_token(work, "full")
-    return saved_per_token(work, "none") - stored
+    return max(
+        _saved(work, kind, "none") - _saved(work, kind, work.checkpointing) + _saved(work, kind, "full")
+        for kind in set(work.architecture.kinds)
+    )
 
 
 def _attention_numbers(arch: Architecture) -> float:
@@ -131,16 +144,31 @@ def _own(work: Pass) -> float:
     return p * (4 * arch.hidden + attention + 3 * arch.inner / tp) + heads + 8
 
 
-def _transformers(work: Pass) -> float:
+def _transformers(work: Pass, kind: LayerKind) -> float:
     """Transformers' eager code. In bfloat16 its norms compute in float32 and keep that copy too."""
     arch, tp, two_bytes = work.architecture, work.tensor_parallel, work.bytes_each == 2
     h, inner = arch.hidden, arch.active_inner / tp
+    norm = (10 if arch.gates_attention else 8) if two_bytes else 12  # gated families scale them in float32
+    total = norm * h * arch.norms_per_layer + (8 if two_bytes else 16) * inner + 8
+    if kind.attends:
+        total += _attended(work)
+    if kind.has_states and arch.states:
+        total += state_activations.kept(arch.states, work.bytes_each, work.longest - 1)
+    if arch.experts:  # copies of the residual stream, one per expert that a token is sent to, before and after
+        total += 2 * work.bytes_each * arch.experts.active * h + 8 * arch.experts.count
+    return total
+
+
+def _attended(work: Pass) -> float:
+    """What attention keeps of one layer, in Transformers' eager code."""
+    arch, tp, two_bytes = work.architecture, work.tensor_parallel, work.bytes_each == 2
     numbers = (4 * arch.q_size if work.rows == "padded" and not arch.latent else _attention_numbers(arch)) / tp
-    norms = (8 if two_bytes else 12) * h * arch.norms_per_layer
-    total = norms + (2 if two_bytes else 4) * numbers + (8 if two_bytes else 16) * inner + 4 * arch.heads / tp + 8
+    total = work.bytes_each * numbers + 4 * arch.heads / tp
     if arch.qk_norm:
         normed = (arch.q_size + arch.kv_size) / tp
-        total += (6 if two_bytes else 8) * normed + 4 * (arch.heads + arch.kv_heads) / tp
+        total += (6 if two_bytes and not arch.gates_attention else 8) * normed + 4 * (arch.heads + arch.kv_heads) / tp
+    if arch.gates_attention:  # the projection of queries and gates, gates, what they are squashed to, and the product
+        total += (6 if two_bytes else 16) * arch.q_size / tp
     if arch.model_type == "phi3":  # values are a view of the fused projection, which is kept with them
         total += work.bytes_each * (arch.q_size + arch.kv_size) / tp
     if arch.latent:
@@ -148,12 +176,34 @@ def _transformers(work: Pass) -> float:
         total += (8 if two_bytes else 12) * ranks
     if arch.caps_scores:
         total += CAPPED_SCORE_BYTES * arch.heads * work.longest / tp
-    if arch.experts:  # copies of the residual stream, one per expert that a token is sent to, before and after
-        total += 2 * work.bytes_each * arch.experts.active * h + 8 * arch.experts.count
     return total
 
 
 def backward_per_token(work: Pass) -> float:
+    """Bytes per token that the layers' backward passes add at their most to all that is kept: in the last layer, or in
+    an earlier one with states, when what later layers kept has been used up."""
+    arch, freed, most = work.architecture, 0.0, 0.0
+    missing = set(arch.kinds)
+    for kind in reversed(arch.kinds):
+        most, freed = max(most, _added(work, kind) - freed), freed + _saved(work, kind, work.checkpointing)
+        missing.discard(kind)
+        if not missing:
+            break
+    return most
+
+
+def _added(work: Pass, kind: LayerKind) -> float:
+    """As `backward_per_token`, of one layer."""
+    arch = work.architecture
+    block = _block_backward(work)
+    if not (kind.has_states and arch.states):
+        return block
+    inside = state_activations.added_backward(arch.states, work.bytes_each, work.longest - 1)
+    used_up = work.bytes_each * 4 * arch.active_inner / work.tensor_parallel
+    return max(block, inside + work.bytes_each * arch.hidden - used_up)
+
+
+def _block_backward(work: Pass) -> float:
     """Bytes per token that one layer's backward pass adds at its most, in the feed-forward block: gradients of gate, up
     and residual stream, less the product that has been used up. Hone's decoder and routed experts take one more width
     on the way. Capped scores of attention may take more: their gradients, when the feed-forward block's activations
@@ -174,7 +224,11 @@ def forward_per_token(work: Pass) -> float:
     arch, tp = work.architecture, work.tensor_parallel
     numbers = 3 * arch.active_inner + 1.5 * _attention_numbers(arch)
     scores = CAPPED_SCORE_BYTES * arch.heads * work.longest / tp if arch.caps_scores else 0
-    return work.bytes_each * (numbers / tp + 3 * arch.hidden) + scores
+    attended = work.bytes_each * (numbers / tp + 3 * arch.hidden) + scores
+    if arch.states is None:
+        return attended
+    inside = state_activations.forward(arch.states, work.bytes_each, work.longest - 1)
+    return max(attended, inside + 4 * work.bytes_each * arch.hidden)
 
 
 def logits_forward_bytes(work: Pass) -> int:
@@ -206,7 +260,10 @@ def output_gradient_bytes(work: Pass) -> int:
 
 
 def mask_bytes(work: Pass, *, backward: bool) -> int:
-    """Hone's attention: masks of all blocks in float32, and its workspace of scores, which all layers share."""
+    """Hone's attention: masks of all blocks in float32, and its workspace of scores, which all layers share; for
+    padded rows a mask of each row."""
+    if work.rows == "padded":
+        return work.bytes_each * work.tokens * work.longest if work.architecture.attention_layers else 0
     if work.implementation != "hone" and work.rows != "one":
         return 0
     tokens, heads = work.tokens * work.sequence_parallel, work.architecture.heads / work.tensor_parallel

@@ -1,9 +1,9 @@
 """A model's shape and its exact parameter counts, from the keys of a config.json alone.
 
-Dense and mixture-of-experts decoders, grouped-query and latent attention. Counts are exact: every weight that
-Transformers' class of the same config has, and tests compare them. Counted too are the correction biases of
-DeepSeek-V3's routers, which that class keeps as buffers; not counted is its multi-token prediction layer, which the
-class does not have.
+Dense and mixture-of-experts decoders, grouped-query and latent attention, layers with states (`states.py`). Counts are
+exact: every weight that Transformers' class of the same config has, and tests compare them. Counted too are the
+correction biases of DeepSeek-V3's routers, which that class keeps as buffers; not counted is its multi-token prediction
+layer, which the class does not have.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 from hone.config.derived import why_rows
 from hone.config.messages import nearest
 from hone.errors import DataError
+from hone.plan.states import ATTENTION, LAYER_KINDS, LayerKind, StateLayer, layer_types, state_layer
+from hone.plan.tower_shape import Tower, tower_of
 
 GIB = 2**30
 
@@ -49,35 +51,12 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Tower:
-    """A vision tower, of Qwen-VL or InternVL."""
-
-    kind: str
-    """The model type."""
-    parameters: int
-    layers: int
-    hidden: int
-    inner: int
-    patch: int
-    """Pixels along a side of a patch."""
-    patches_per_token: int
-    values_per_patch: int
-    """Numbers that describe one."""
-    out: int
-    """Width of a token's features."""
-
-    @property
-    def merged(self) -> int:
-        """Width of the patches of a token side by side."""
-        return self.patches_per_token * self.hidden
-
-
-@dataclass(frozen=True, slots=True)
 class Parameters:
     """Parameters by component, of all layers together."""
 
     embedding: int
     attention: int
+    """And of layers with states."""
     feed_forward: int
     """Dense blocks and shared experts."""
     experts: int
@@ -125,6 +104,25 @@ class Architecture:
     """Attention caps its scores, so that Transformers' class holds all of them."""
     why_rows: str | None = None
     """Why Transformers' class computes padded rows; None: it computes each prompt once for its samples."""
+    gates_attention: bool = False
+    """Beside the queries there are as many gates of attention's output."""
+    states: StateLayer | None = None
+    """What layers have that have states."""
+    mixed_kinds: tuple[LayerKind, ...] = ()
+    """Of each layer in order, where not all attend."""
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Of each layer, in order."""
+        return self.mixed_kinds or (ATTENTION,) * self.layers
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(kind.attends for kind in self.mixed_kinds) if self.mixed_kinds else self.layers
+
+    @property
+    def state_layers(self) -> int:
+        return sum(kind.has_states for kind in self.mixed_kinds)
 
     @property
     def q_size(self) -> int:
@@ -167,11 +165,12 @@ class Architecture:
     def layer_parameters(self) -> int:
         """Parameters of the largest layer."""
         moe = self.experts
-        attention = _attention_parameters(self) + _norm_parameters(self)
+        mixers = max(_mixer_parameters(self, kind) for kind in set(self.kinds))
+        others = mixers + self.norms_per_layer * self.hidden
         if moe is None:
-            return attention + 3 * self.hidden * self.inner
+            return others + 3 * self.hidden * self.inner
         widths = moe.count * moe.inner + moe.shared_inner
-        return attention + 3 * self.hidden * widths + moe.count * self.hidden
+        return others + 3 * self.hidden * widths + moe.count * self.hidden
 
     @property
     def root_parameters(self) -> int:
@@ -191,7 +190,11 @@ class Architecture:
         """
         if self.latent:
             return self.layers * (self.latent.kv_rank + self.latent.rope_dim) * bytes_each
-        return 2 * self.layers * math.ceil(self.kv_heads / tensor_parallel) * self.head_dim * bytes_each
+        return 2 * self.attention_layers * math.ceil(self.kv_heads / tensor_parallel) * self.head_dim * bytes_each
+
+    def state_bytes(self, bytes_each: int) -> int:
+        """Bytes of the states of one sequence, whatever its length, in all layers; 0 where all layers attend."""
+        return self.state_layers * self.states.state_bytes(bytes_each) if self.states else 0
 
     def as_critic(self) -> Architecture:
         """The same body with one number per token in place of logits; its head is too small to count."""
@@ -212,33 +215,38 @@ def _counted(arch: Architecture) -> Parameters:
         feed_forward += expert_layers * 3 * arch.hidden * moe.shared_inner
     return Parameters(
         embedding=arch.vocab * arch.hidden,
-        attention=arch.layers * _attention_parameters(arch),
+        attention=sum(_mixer_parameters(arch, kind) - _inside_norms(arch) * kind.attends for kind in arch.kinds),
         feed_forward=feed_forward,
         experts=routed,
         router=router,
-        norms=arch.layers * _norm_parameters(arch) + arch.hidden,
+        norms=(arch.layers * arch.norms_per_layer + 1) * arch.hidden + arch.attention_layers * _inside_norms(arch),
         output=0 if arch.tied else arch.vocab * arch.hidden,
     )
 
 
+def _mixer_parameters(arch: Architecture, kind: LayerKind) -> int:
+    """Of what mixes tokens in one layer: attention with its norms, and a part with states."""
+    attention = (_attention_parameters(arch) + _inside_norms(arch)) * kind.attends
+    return attention + (arch.states.parameters if kind.has_states and arch.states else 0)
+
+
 def _attention_parameters(arch: Architecture) -> int:
-    """Of one layer."""
+    """Of one layer, without its norms."""
     h, latent = arch.hidden, arch.latent
     if latent is None:
-        biases = (arch.q_size + 2 * arch.kv_size) * arch.qkv_bias + h * arch.out_bias
-        return h * (arch.q_size + 2 * arch.kv_size) + arch.q_size * h + biases
+        projected = (1 + arch.gates_attention) * arch.q_size + 2 * arch.kv_size
+        return (h + arch.qkv_bias) * projected + (arch.q_size + arch.out_bias) * h
     queries = h * arch.q_size if latent.q_rank is None else latent.q_rank * (h + arch.q_size)
     down = h * (latent.kv_rank + latent.rope_dim)
     up = latent.kv_rank * arch.heads * (latent.nope_dim + latent.value_dim)
     return queries + down + up + arch.heads * latent.value_dim * h
 
 
-def _norm_parameters(arch: Architecture) -> int:
-    """Of one layer."""
-    inside = 2 * arch.head_dim if arch.qk_norm else 0
+def _inside_norms(arch: Architecture) -> int:
+    """Parameters of the norms inside one layer's attention."""
     if arch.latent:
-        inside = arch.latent.kv_rank + (arch.latent.q_rank or 0)
-    return arch.norms_per_layer * arch.hidden + inside
+        return arch.latent.kv_rank + (arch.latent.q_rank or 0)
+    return 2 * arch.head_dim if arch.qk_norm else 0
 
 
 class _Keys:
@@ -267,6 +275,15 @@ class _Keys:
 
 
 _MOE_DEFAULTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_QWEN_STATES = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8},
@@ -284,6 +301,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": {"qkv_bias": True, **_MOE_DEFAULTS},
     "qwen3_moe": {"num_key_value_heads": 4, **_MOE_DEFAULTS},
+    "qwen3_5_text": _QWEN_STATES,
+    "qwen3_next": {
+        **_QWEN_STATES,
+        **_MOE_DEFAULTS,
+        "num_key_value_heads": 2,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "lfm2": {
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "vocab_size": 65536,
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+    },
     "deepseek_v2": {"first_k_dense_replace": 0},
     "deepseek_v3": {"first_k_dense_replace": 3},
 }
@@ -305,93 +341,64 @@ def architecture_from(config: Mapping[str, Any], *, source: str = "config.json")
         is_tiled = kind == "internvl"
         text["model_type"] = text.get("model_type", VISION_LANGUAGE[kind]) if is_tiled else VISION_LANGUAGE[kind]
         text["tie_word_embeddings"] = config.get("tie_word_embeddings", is_tiled)
-        tower = _tile_tower(config, source) if is_tiled else _tower(kind, config.get("vision_config") or {}, source)
+        tower = tower_of(kind, config, source)
         return replace(architecture_from(text, source=source), model_type=kind, tower=tower)
     keys = _Keys(config, source)
     family = str(keys.model_type)
     hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
     if heads == 0:
         raise DataError(f"{source}: num_attention_heads is 0.")
-    biased = bool(keys.get("attention_bias", False))
+    biased = bool(keys.get("attention_bias", False)) and family != "lfm2"
     qwen2_like = family == "qwen2" or (family == "qwen2_moe" and bool(keys.get("qkv_bias")))
     latent = _latent(keys) if family.startswith("deepseek") else None
-    experts = _experts(keys)
+    experts, layers = _experts(keys), keys.number("num_hidden_layers")
+    types, kinds = _kinds(keys, layers, source)
     return Architecture(
         model_type=family,
-        layers=keys.number("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
-        inner=keys.number("intermediate_size"),
+        inner=_lfm2_inner(keys) if family == "lfm2" else keys.number("intermediate_size"),
         vocab=keys.number("vocab_size"),
         heads=heads,
         kv_heads=int(keys.get("num_key_value_heads", heads)),
         head_dim=latent.nope_dim + latent.rope_dim if latent else int(keys.get("head_dim", hidden // heads)),
-        tied=bool(keys.get("tie_word_embeddings", False)),
+        tied=bool(keys.get("tie_embedding", keys.get("tie_word_embeddings", False))),
         max_positions=int(keys.get("max_position_embeddings", 0)),
         qkv_bias=biased or qwen2_like,
         out_bias=biased and not qwen2_like,
         mlp_bias=bool(keys.get("mlp_bias", False)),
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text", "qwen3_next", "lfm2"),
         norms_per_layer=4 if family in ("gemma2", "gemma3_text") else 2,
         latent=latent,
         experts=experts,
         dense_layers=_dense_layers(keys) if experts else 0,
         caps_scores=bool(keys.get("attn_logit_softcapping")),
-        why_rows=why_rows({**FAMILIES[family], **config}),
+        why_rows=why_rows({**FAMILIES[family], **config, **types}),
+        gates_attention=family in ("qwen3_5_text", "qwen3_next"),
+        states=state_layer(family, keys.number, keys.get) if kinds else None,
+        mixed_kinds=kinds,
     )
 
 
-def _tower(kind: str, keys: Mapping[str, Any], source: str) -> Tower:
-    """Raises DataError for a width that is missing."""
-    names = {"qwen2_vl": ("embed_dim", "hidden_size")}.get(kind, ("hidden_size", "out_hidden_size"))
-    missing = [name for name in ("depth", *names) if not isinstance(keys.get(name), int)]
-    if missing:
-        raise DataError(f"{source}: vision_config.{missing[0]} must be a whole number; it is needed to plan.")
-    depth, (hidden, out) = keys["depth"], (keys[name] for name in names)
-    inner = int(keys.get("intermediate_size", keys.get("mlp_ratio", 4) * hidden))
-    patch, merged = keys.get("patch_size", 16 if kind == "qwen3_vl" else 14), keys.get("spatial_merge_size", 2) ** 2
-    values = 3 * keys.get("temporal_patch_size", 2) * patch**2
-    attention, wide = 4 * hidden * hidden + 4 * hidden, merged * hidden
-    merger = wide * wide + wide + wide * out + out
-    if kind == "qwen2_5_vl":  # norms without bias, and a gated block
-        block = attention + 2 * hidden + 3 * hidden * inner + 2 * inner + hidden
-        count = values * hidden + depth * block + hidden + merger
-    else:
-        block = attention + 4 * hidden + 2 * hidden * inner + inner + hidden
-        count = values * hidden + depth * block + 2 * hidden + merger
-    if kind == "qwen3_vl":  # learned positions, and mergers behind some blocks
-        deeper = len(keys.get("deepstack_visual_indexes", (8, 16, 24)))
-        count += hidden + keys.get("num_position_embeddings", 2304) * hidden + deeper * (2 * wide + merger)
-    return Tower(kind, count, depth, hidden, inner, patch, merged, values, out)
+def _kinds(keys: _Keys, layers: int, source: str) -> tuple[dict[str, list[str]], tuple[LayerKind, ...]]:
+    """Of each layer of a family with layers with states, its name as config.json would have it, and its kind."""
+    family = str(keys.model_type)
+    if family not in LAYER_KINDS:
+        return {}, ()
+    known, named = LAYER_KINDS[family], layer_types(family, keys.get, layers)
+    if len(named) != layers or not known.keys() >= set(named):
+        raise DataError(
+            f"{source}: layer_types must name each of {layers} layers, as {' or '.join(known)} (got {named})."
+        )
+    return {"layer_types": named}, tuple(known[name] for name in named)
 
 
-def _tile_tower(config: Mapping[str, Any], source: str) -> Tower:
-    """InternVL's, with the layers between it and the language model."""
-    keys = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, **config.get("vision_config", {})}
-    out = (config.get("text_config") or {}).get("hidden_size")
-    if not isinstance(out, int):
-        raise DataError(f"{source}: text_config.hidden_size must be a whole number; it is needed to plan.")
-    hidden, inner, depth = (keys[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    tile, patch = (_first(keys.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
-    merged, values = round(1 / config.get("downsample_ratio", 0.5)) ** 2, 3 * patch**2
-    norm = hidden if keys.get("norm_type") == "rms_norm" else 2 * hidden
-    count = (values + 1) * hidden + hidden + depth * _tile_block(keys, hidden, inner, norm)
-    if keys.get("use_absolute_position_embeddings", True):
-        count += ((tile // patch) ** 2 + 1) * hidden
-    count += 0 if keys.get("use_mean_pooling", True) else 2 * hidden
-    count += hidden if keys.get("use_mask_token") else 0
-    count += 2 * merged * hidden + merged * hidden * out + out + out * out + out
-    return Tower("internvl", count, depth, hidden, inner, patch, merged, values, out)
-
-
-def _tile_block(keys: Mapping[str, Any], hidden: int, inner: int, norm: int) -> int:
-    """Parameters of one block: attention, feed-forward layers, norms and the scales of both."""
-    attention = 4 * hidden * hidden + hidden + (3 * hidden if keys.get("attention_bias") else 0)
-    between = 2 * hidden if keys.get("use_qk_norm") else 0
-    return attention + between + 2 * hidden * inner + inner + hidden + 2 * norm + 2 * hidden
-
-
-def _first(value: Any) -> int:
-    return int(value[0] if isinstance(value, list | tuple) else value)
+def _lfm2_inner(keys: _Keys) -> int:
+    """Width of LFM2's feed-forward block, which its class makes of the width in config.json."""
+    inner, multiple = int(keys.get("block_ff_dim", keys.number("intermediate_size"))), keys.number("block_multiple_of")
+    if not keys.get("block_auto_adjust_ff_dim"):
+        return inner
+    return multiple * math.ceil(int(float(keys.get("block_ffn_dim_multiplier")) * int(2 * inner / 3)) / multiple)
 
 
 def _latent(keys: _Keys) -> Latent:
@@ -410,12 +417,13 @@ def _experts(keys: _Keys) -> Experts | None:
     if family == "mixtral":
         count, active = keys.number("num_local_experts"), keys.number("num_experts_per_tok")
         return Experts(count, active, keys.number("intermediate_size"))
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         inner, active = keys.number("moe_intermediate_size"), keys.number("num_experts_per_tok")
-        shared = keys.number("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+        has_shared = family != "qwen3_moe"
+        shared = keys.number("shared_expert_intermediate_size") if has_shared else 0
         # Transformers 5.19 saves the number under another name than repositories have it.
         count = keys.number("num_local_experts" if keys.get("num_experts") is None else "num_experts")
-        return Experts(count, active, inner, shared, has_shared_gate=family == "qwen2_moe")
+        return Experts(count, active, inner, shared, has_shared_gate=has_shared)
     if family in ("deepseek_v2", "deepseek_v3"):
         inner, active = keys.number("moe_intermediate_size"), keys.number("num_experts_per_tok")
         shared = keys.number("n_shared_experts") * inner
@@ -435,11 +443,19 @@ def _dense_layers(keys: _Keys) -> int:
     return sum(layer in dense or (layer + 1) % every != 0 for layer in layers)
 
 
-def linear_layers(arch: Architecture) -> dict[str, tuple[int, int]]:
+BLOCK = ("gate_proj", "up_proj", "down_proj")
+"""Linear layers of a feed-forward block."""
+
+
+def linear_layers(arch: Architecture, kind: LayerKind = ATTENTION) -> dict[str, tuple[int, int]]:
     """Name -> (inputs, outputs) of the linear layers of one layer, by their Hugging Face names; experts left out."""
     h, q, kv, inner = arch.hidden, arch.q_size, arch.kv_size, arch.inner
-    found = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
-    return found | {"gate_proj": (h, inner), "up_proj": (h, inner), "down_proj": (inner, h)}
+    out, *block = ("out_proj", "w1", "w3", "w2") if arch.model_type == "lfm2" else ("o_proj", *BLOCK)
+    found = {"q_proj": (h, (1 + arch.gates_attention) * q), "k_proj": (h, kv), "v_proj": (h, kv), out: (q, h)}
+    mixers = found if kind.attends else {}
+    if kind.has_states and arch.states:
+        mixers |= {name: (inputs, outputs) for name, inputs, outputs in arch.states.linear}
+    return mixers | dict(zip(block, ((h, inner), (h, inner), (inner, h)), strict=True))
 
 
 def adapter_room(arch: Architecture, rank: int, tensor_parallel: int) -> int:
@@ -458,6 +474,9 @@ def adapter_room(arch: Architecture, rank: int, tensor_parallel: int) -> int:
 
 def adapter_parameters(arch: Architecture, rank: int, targets: tuple[str, ...] | None) -> int:
     """Trained parameters of an adapter; `targets` None means every linear layer but the output layer."""
-    layers = linear_layers(arch)
-    chosen = layers if targets is None else {name: layers[name] for name in targets if name in layers}
-    return arch.layers * rank * sum(inputs + outputs for inputs, outputs in chosen.values())
+    return rank * sum(
+        inputs + outputs
+        for kind in arch.kinds
+        for name, (inputs, outputs) in linear_layers(arch, kind).items()
+        if targets is None or name in targets
+    )

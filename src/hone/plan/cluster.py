@@ -24,10 +24,11 @@ from hone.plan.activations import (
     recomputes_last,
     saved_per_token,
 )
-from hone.plan.architecture import GIB, Architecture, Tower, adapter_parameters
+from hone.plan.architecture import GIB, Architecture, adapter_parameters
 from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import EnginePlan
 from hone.plan.ledger import Moment, Term, moment, term
+from hone.plan.tower_shape import Tower
 from hone.plan.workload import Workload
 
 CONTEXT_BYTES = 512 << 20

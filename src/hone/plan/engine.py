@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from hone.errors import DataError
 from hone.plan import towers
 from hone.plan.architecture import GIB, Architecture, adapter_room
 from hone.plan.ledger import Term, gib, term
@@ -56,12 +57,24 @@ class EngineSettings:
     """Of the adapter that vLLM has room for beside its weights; 0: none."""
 
 
+def refuse_states(architecture: Architecture) -> None:
+    """Raises DataError for a model with layers with states: vLLM lays their states out in pages of its own size."""
+    if architecture.states:
+        raise DataError(
+            f"{architecture.model_type}: hone plan cannot count vLLM's cache of layers with states, only that of "
+            "Hone's own engine (cluster.engines.use=hone)."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """What becomes of an engine's share of one device."""
 
     settings: EngineSettings
     capacity_bytes: int
+
+    def __post_init__(self) -> None:
+        refuse_states(self.settings.architecture)
 
     @property
     def requested_bytes(self) -> int:

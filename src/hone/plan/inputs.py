@@ -152,7 +152,8 @@ def room_of(inputs: Inputs, replicas: int = 1) -> CacheRoom:
     return cache_room(
         inputs.config,
         share_of(inputs.workload, replicas),
-        bytes_per_token=inputs.architecture.kv_bytes_per_token(bytes_each=bytes_each(inputs)),
+        inputs.architecture,
+        bytes_each=bytes_each(inputs),
         memory_bytes=inputs.hardware.memory_bytes,
         shares_prompts=implementation_of(inputs) == "hone",
     )

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from hone.config.engine import POLICY_GPU_FRAC
 from hone.config.run import RunConfig
+from hone.plan.architecture import Architecture
 from hone.plan.workload import Workload
 
 LEAST_COLUMNS = 16
@@ -73,25 +74,39 @@ class CacheRoom:
         return max(min(needed, self.most_tokens), self.of_one(self.prompt_tokens, self.response_tokens))
 
 
-def most_within(memory_bytes: int, bytes_per_token: int) -> int:
-    """Tokens in the share of a device's memory that a cache may take where no key says how many."""
-    return int(POLICY_GPU_FRAC * memory_bytes) // bytes_per_token
+def most_within(memory_bytes: int, architecture: Architecture, bytes_each: int, rows: int) -> int | None:
+    """Tokens in the share of a device's memory that a cache may take where no key says how many; None where tokens take
+    nothing.
+
+    Args:
+        rows: samples in flight at most, each of which has states where layers have states.
+    """
+    share = int(POLICY_GPU_FRAC * memory_bytes) - rows * architecture.state_bytes(bytes_each)
+    per_token = architecture.kv_bytes_per_token(bytes_each=bytes_each)
+    return max(share, 0) // per_token if per_token else None
 
 
 def cache_room(
-    config: RunConfig, workload: Workload, *, bytes_per_token: int | None, memory_bytes: int, shares_prompts: bool
+    config: RunConfig,
+    workload: Workload,
+    architecture: Architecture | None,
+    *,
+    bytes_each: int,
+    memory_bytes: int,
+    shares_prompts: bool,
 ) -> CacheRoom:
     """Room of an engine's cache.
 
     Args:
         workload: what this engine samples.
-        bytes_per_token: None where it is not known; memory bounds nothing then.
+        architecture: None where it is not known; memory bounds nothing then.
+        bytes_each: of a key or value.
         memory_bytes: of the engine's device.
         shares_prompts: as in `CacheRoom`.
     """
     most = config.rollout.kv_cache_tokens
-    if most is None and bytes_per_token:
-        most = most_within(memory_bytes, bytes_per_token)
+    if most is None and architecture is not None:
+        most = most_within(memory_bytes, architecture, bytes_each, config.rollout.max_concurrent_samples)
     in_turns = config.rollout.environment.use is not None  # a later turn's prompt is all that was said before
     greedy = config.algorithm.credit == "remax"  # one sample more for each prompt, as a request of its own
     groups, lengths = workload.prompts * (workload.max_staleness + 1), workload.lengths

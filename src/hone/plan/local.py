@@ -304,6 +304,9 @@ def _cache(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
     parts = f"prompts {prompts:,}, responses {responses:,} at their longest"
     held = f"{tokens:,} tokens x {per_token:,} B ({parts})"
     yield term("KV cache", tokens * per_token, held, "rollout.kv_cache_tokens")
+    if each := settings.architecture.state_bytes(settings.work.bytes_each):
+        in_flight, knob = _rows(settings, workload), "rollout.max_concurrent_samples"
+        yield term("KV cache, states", each * in_flight, f"{in_flight:,} samples x {each:,} B", knob)
     if settings.graphs:
         scores, formula = _scores(settings, workload)
         formula = f"{formula}, and 1 GiB of what the driver keeps (estimate)"
@@ -313,9 +316,14 @@ def _cache(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
 def _growth(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
     """While the cache is laid out anew, or grows by a token, one layer of it is there twice."""
     per_token = settings.architecture.kv_bytes_per_token(bytes_each=settings.work.bytes_each)
-    tokens, layers = settings.room.tokens(settings.max_concurrent), settings.architecture.layers
+    tokens, layers = settings.room.tokens(settings.max_concurrent), max(settings.architecture.attention_layers, 1)
     held = f"{tokens:,} tokens x {per_token:,} B / {layers} layers"
     yield term("one layer of cache", tokens * per_token // layers, held, "rollout.kv_cache_tokens")
+    if states := settings.architecture.states:
+        each, rows = states.state_bytes(settings.work.bytes_each), _rows(settings, workload)
+        yield term(
+            "one layer of states", each * rows, f"{rows:,} samples x {each:,} B", "rollout.max_concurrent_samples"
+        )
 
 
 def _sampling(settings: LocalSettings, workload: Workload) -> Iterator[Term]:

@@ -226,7 +226,7 @@ def _embedded_judge(inputs: Inputs, service: str, lengths: tuple[int, int], vote
     architecture, hardware, (prompt, answer) = inputs.judges[service], inputs.hardware, lengths
     rows = judge_engine(inputs, service).max_num_seqs or SERVICE_SEQUENCES
     each = 2 if hardware.bfloat16 else 4
-    most = most_within(hardware.memory_bytes, architecture.kv_bytes_per_token(bytes_each=each))
+    most = most_within(hardware.memory_bytes, architecture, each, rows)
     code = automatic_implementation(architecture)
     work = replace(microbatch(inputs), architecture=architecture, implementation=code, bytes_each=each)
     settings = replace(

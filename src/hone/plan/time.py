@@ -114,7 +114,7 @@ def forward_flops(arch: Architecture, tokens: float, mean_context: float, *, log
     """Operations of one forward pass: two per parameter and token, attention, and logits of `logit_tokens`."""
     output = arch.vocab * arch.hidden
     body = 2 * (arch.matrix_parameters - output) * tokens
-    attention = 4 * arch.layers * arch.q_size * mean_context * tokens
+    attention = 4 * arch.attention_layers * arch.q_size * mean_context * tokens
     return body + attention + 2 * output * logit_tokens
 
 
@@ -164,7 +164,8 @@ def _decode_step_s(sampler: Sampler, hardware: Hardware, rates: Efficiency, rows
     """Seconds of one decoding step of `rows` sequences of `context` tokens each."""
     arch, tp, p = sampler.architecture, sampler.devices_each, sampler.bytes_each
     cache = arch.kv_bytes_per_token(bytes_each=p, tensor_parallel=tp) * context * rows
-    read = weights_read_bytes(arch, rows, p) / tp + cache
+    states = 2 * arch.state_bytes(p) * rows  # read and written
+    read = weights_read_bytes(arch, rows, p) / tp + cache + states
     flops = forward_flops(arch, rows, context, logit_tokens=rows) / tp
     by_bytes = read / (hardware.bandwidth * rates.decode_bandwidth)
     waiting = 2 * arch.layers * ALL_REDUCE_S if tp > 1 else 0.0

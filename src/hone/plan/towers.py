@@ -8,8 +8,8 @@ bfloat16, 4 in float32.
 from __future__ import annotations
 
 from hone.plan.activations import Checkpointing, Pass
-from hone.plan.architecture import Tower
 from hone.plan.ledger import Term, term
+from hone.plan.tower_shape import Tower
 
 
 def forward_per_patch(tower: Tower, p: int) -> int:

@@ -23,7 +23,7 @@ from hone.model.decoder import Decoder
 from hone.model.hf import TransformersModel
 from hone.model.load import weights_fingerprint
 from hone.model.routing import no_experts
-from hone.plan.architecture import architecture_from
+from hone.plan.architecture import Architecture, architecture_from
 from hone.plan.kv_cache import CacheRoom, most_within
 from hone.rollout.decoding import PREFILL_TOKENS, DecoderStepper
 from hone.rollout.engine import CacheUse, OnSample, OnToken, Request
@@ -235,18 +235,19 @@ class LocalEngine:
 
 def whole_room(model: CausalModel, max_rows: int) -> CacheRoom:
     """Of an engine whose lengths are the model's alone."""
-    positions, each = model.max_positions, bytes_per_token(model)
-    most = most_within(capacity_of(model.output_weight.device), each) if each else None
+    positions, architecture, weight = model.max_positions, counted(model), model.output_weight
+    most = None
+    if architecture is not None:
+        most = most_within(capacity_of(weight.device), architecture, weight.element_size(), max_rows)
     return CacheRoom(positions, positions, max_rows, max_rows, most, shares_prompts=isinstance(model, Decoder))
 
 
-def bytes_per_token(model: CausalModel) -> int | None:
-    """Of keys and values in the cache; None for a model that no plan knows."""
+def counted(model: CausalModel) -> Architecture | None:
+    """A model's shape; None for one that no plan knows."""
     try:
-        architecture = architecture_from(model.hf_config.to_dict(), source="the engine's model")
+        return architecture_from(model.hf_config.to_dict(), source="the engine's model")
     except DataError:
         return None
-    return architecture.kv_bytes_per_token(bytes_each=model.output_weight.element_size())
 
 
 def graphs_on(device: torch.device) -> StepGraphs | None:

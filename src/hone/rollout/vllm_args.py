@@ -16,6 +16,7 @@ from hone.config.engine import POLICY_GPU_FRAC, VLLM_SEES, EngineSection, vllm_r
 from hone.config.run import LoraSection
 from hone.errors import EngineError
 from hone.plan.architecture import architecture_from
+from hone.plan.engine import refuse_states
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_BYTES = 1
@@ -156,6 +157,7 @@ def _for_pictures(place: VllmPlace, *, on_gpu: bool) -> dict[str, Any]:
 def _cpu_cache_bytes(settings: EngineSection, place: VllmPlace, *, sequences: int, max_len: int) -> int:
     """What all sequences take at their longest, within `gpu_memory_utilization` of this machine's memory."""
     architecture = architecture_from(json.loads((place.folder / "config.json").read_text()), source=str(place.folder))
+    refuse_states(architecture)
     dtype = place.precision if settings.dtype == "auto" else settings.dtype
     each = DTYPE_BYTES[dtype] if settings.kv_cache_dtype == "auto" else FP8_BYTES
     per_token = architecture.kv_bytes_per_token(bytes_each=each, tensor_parallel=settings.tensor_parallel_size)

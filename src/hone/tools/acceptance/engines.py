@@ -22,7 +22,7 @@ from hone.model.base import CausalModel
 from hone.model.load import init_model, save_hf
 from hone.plan.kv_cache import CacheRoom, most_within
 from hone.rollout.engine import Engine, Request
-from hone.rollout.local import LocalEngine, bytes_per_token
+from hone.rollout.local import LocalEngine, counted
 from hone.rollout.vllm import VllmEngine
 from hone.rollout.vllm_args import VllmPlace
 from hone.tools.acceptance.figures import Figure
@@ -102,8 +102,9 @@ async def start_own(model: CausalModel, requests: Sequence[Request]) -> LocalEng
     """Hone's engine with room for the requests, within the share of the device that a run gives its cache."""
     samples = sum(request.num_samples for request in requests)
     longest = max(request.sampling.max_tokens for request in requests)
-    each = bytes_per_token(model)
-    most = most_within(capacity_of(model.output_weight.device), each) if each else None
+    architecture, weight = counted(model), model.output_weight
+    assert architecture is not None
+    most = most_within(capacity_of(weight.device), architecture, weight.element_size(), samples)
     return LocalEngine(
         model,
         decode=str,

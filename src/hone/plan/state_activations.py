@@ -1,0 +1,48 @@
+"""Activation memory of layers with states in Transformers' own PyTorch code: closed forms, counted from what autograd
+saves. Not here: fused kernels of other libraries, which keep far less; attention and feed-forward blocks
+(`activations.py`).
+
+The gated delta rule computes chunks of tokens in float32, whatever the model's precision: five matrices of a chunk by a
+chunk per head, and copies of queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from hone.plan.states import StateLayer
+
+BFLOAT16_MORE = 4
+"""Bytes per token and channel of a short convolution in bfloat16, beyond what its operations should keep: measured."""
+
+
+def kept(layer: StateLayer, p: int, length: int) -> float:
+    """Bytes per token that one layer's part with states keeps for its backward pass.
+
+    Args:
+        p: bytes per number of the model's precision.
+        length: tokens of a row.
+    """
+    if layer.kind == "convolution":  # two gates and what they gate, the convolution's input and result, the product
+        return (6 * p + (BFLOAT16_MORE if p == 2 else 0)) * layer.channels
+    inside = 4 * (5 * layer.chunk + 10) * layer.heads + 4 * layer.key_size * layer.value_dim / layer.chunk
+    inside += (52 if p == 4 else 32) * layer.key_size + (36 if p == 4 else 30) * layer.value_size
+    return 2 * p * layer.channels + _filled(layer, length) * inside + 8
+
+
+def added_backward(layer: StateLayer, p: int, length: int) -> float:
+    """Bytes per token that its backward pass adds at its most to what is kept."""
+    if layer.kind == "convolution":
+        return 5 * p * layer.channels
+    return _filled(layer, length) * 4 * (4 * layer.chunk * layer.heads + 5 * layer.key_size)
+
+
+def forward(layer: StateLayer, p: int, length: int) -> float:
+    """Bytes per token alive at once inside it without gradients."""
+    if layer.kind == "convolution":
+        return 6 * p * layer.channels
+    inside = 4 * (4 * layer.chunk * layer.heads + 6 * layer.key_size + 4 * layer.value_size)
+    return p * (2 * layer.channels + layer.value_size) + _filled(layer, length) * inside
+
+
+def _filled(layer: StateLayer, length: int) -> float:
+    """Tokens of a row that is filled up to whole chunks, over its own."""
+    return -(-length // layer.chunk) * layer.chunk / length
