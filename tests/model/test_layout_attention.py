@@ -16,6 +16,7 @@ from hone.model.load import init_model
 from hone.model.logprobs import token_logprobs
 from hone.model.lora import add_adapter
 from hone.plan.architecture import FAMILIES, architecture_from
+from hone.plan.states import LAYER_KINDS
 
 PROMPTS = [[5, 6, 7], list(range(20)), [9]]
 PROMPT_S = [0, 1, 1, 2, 0]
@@ -141,7 +142,7 @@ def test_the_plan_counts_rows_where_the_class_computes_them(model_type):
     model = init_model(keys, vocab_size=None, seed=0, dtype=torch.float32, device="cpu", implementation="transformers")
     assert isinstance(model, TransformersModel)
     assert architecture_from(keys).why_rows == model.why_rows
-    assert (model.why_rows is None) == (model_type != "gemma2")
+    assert (model.why_rows is None) == (model_type not in ("gemma2", *LAYER_KINDS))
 
 
 @pytest.mark.parametrize(
