@@ -19,8 +19,10 @@ from hone.tools.acceptance.engines import engines
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.kernels import kernels
 from hone.tools.acceptance.pictures import pictures
+from hone.tools.acceptance.publishing import publishing
 from hone.tools.acceptance.runs import cluster, run
 from hone.tools.acceptance.setting import PartSetting
+from hone.tools.acceptance.several import several
 from hone.tools.acceptance.trainers import export, trainer_part
 
 PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
@@ -36,8 +38,10 @@ PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "decoding": decoding,
     "engines": engines,
     "export": export,
+    "publishing": publishing,
     "run": run,
     "cluster": cluster,
+    "several": several,
     "pictures": pictures,
 }
 

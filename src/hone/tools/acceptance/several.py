@@ -1,0 +1,88 @@
+"""The part with two devices: a trainer whose weights, layers or sequences are divided over them, against one device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from hone.assemble.job import set_up_arithmetic
+from hone.config.run import RunSection
+from hone.devices import devices_here, give_back_memory
+from hone.model.load import init_model
+from hone.runtime.processes import end_with
+from hone.tools.acceptance.figures import Figure
+from hone.tools.acceptance.setting import (
+    PROMPT,
+    TINY,
+    PartSetting,
+    UpdateFigures,
+    make_trainer,
+    measured_update,
+    random_batch,
+    shape_of,
+)
+from hone.train.fsdp import FsdpRanks
+from hone.train.mesh import make_mesh, process_group
+from hone.train.ranks import ALONE, Ranks
+from hone.types import Batch
+
+RANKS, TIMEOUT_S = 2, 120.0
+WAYS: Mapping[str, Mapping[str, int]] = {
+    "FSDP2": {},
+    "tensor parallel": {"tensor_parallel": RANKS},
+    "sequence parallel": {"sequence_parallel": RANKS},
+}
+
+
+def several(setting: PartSetting) -> Iterator[Figure]:
+    """The same update on one device and on two, divided in each way; processes of gloo on a CPU."""
+    if setting.is_gpu and devices_here("auto").per_node < RANKS:
+        yield Figure("several", "left_out", 1.0, note="it needs two devices, and one is visible")
+        return
+    shape = TINY if setting.tiny else shape_of("0.6b")
+    dtype = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
+    length = setting.lengths[1]
+    samples = 2 * max(2, setting.budget // length)
+    batch = random_batch([length] * samples, samples // 2, vocab=shape["vocab_size"], prompt_tokens=PROMPT)
+    alone = trained(setting, shape, dtype, batch, setting.device, ALONE)
+    give_back_memory()
+    for way in WAYS:
+        with TemporaryDirectory(prefix="hone-gpu-") as name:
+            spawn(train_rank, (setting, shape, dtype, batch, way, Path(name)), nprocs=RANKS)
+            divided = UpdateFigures(**torch.load(Path(name) / "figures.pt", weights_only=True))
+        case = f"{way}, {samples} x {length} tokens, {dtype}"
+        apart = float((divided.logprobs_T - alone.logprobs_T).abs().mean())
+        yield Figure("several", "divided_logprob_difference", apart, case)
+        yield Figure("several", "divided_grad_difference", abs(divided.grad_norm / alone.grad_norm - 1), case)
+        yield Figure("several", "divided_speedup", alone.seconds / divided.seconds, case)
+
+
+def train_rank(
+    rank: int, setting: PartSetting, shape: Mapping[str, Any], dtype: str, batch: Batch, way: str, folder: Path
+) -> None:
+    """One of the processes that train together; the first writes what it measured."""
+    end_with(os.getppid())
+    kind = setting.device.type
+    set_up_arithmetic(RunSection.model_validate({"device": kind}), processes=RANKS)
+    device = torch.device(kind, rank) if setting.is_gpu else torch.device(kind)
+    address = f"file://{folder / 'meet'}"
+    with process_group(device, rank=rank, world_size=RANKS, address=address, timeout_s=TIMEOUT_S):
+        found = trained(setting, shape, dtype, batch, device, FsdpRanks(make_mesh(device, **WAYS[way])))
+    if rank == 0:
+        figures = {name: getattr(found, name) for name in UpdateFigures.__slots__}
+        torch.save(figures, folder / "figures.pt")
+
+
+def trained(
+    setting: PartSetting, shape: Mapping[str, Any], dtype: Any, batch: Batch, device: torch.device, ranks: Ranks
+) -> UpdateFigures:
+    """An update by this process, alone or among ranks."""
+    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=device)
+    budget = max(setting.budget, int(batch.length_S[0]) + PROMPT)
+    return measured_update(make_trainer(model, dtype, budget, ranks=ranks), batch)
