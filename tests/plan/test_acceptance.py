@@ -103,6 +103,13 @@ def test_tiny_shapes_meet_what_a_cpu_can():
     assert found["attention", "operators_per_layer"] > 0 < found["trainer-0.6b", "update_tokens_per_s"]
 
 
+@pytest.mark.slow("starts Ray, and processes of ranks")
+def test_publishing_and_two_devices_meet_what_a_cpu_can(tmp_path):
+    assert runner.main(["--parts", "publishing,several", "--tiny", "--out", str(tmp_path)]) == 0
+    held = [line["value"] for line in read_lines(tmp_path / "acceptance.jsonl") if line["figure"] == "held_versions"]
+    assert held == [1.0, 1.0], "by Ray's object store and by gloo"
+
+
 # ---- the calibration
 
 
