@@ -235,11 +235,16 @@ class LocalEngine:
 
 def whole_room(model: CausalModel, max_rows: int) -> CacheRoom:
     """Of an engine whose lengths are the model's alone."""
-    positions, architecture, weight = model.max_positions, counted(model), model.output_weight
-    most = None
-    if architecture is not None:
-        most = most_within(capacity_of(weight.device), architecture, weight.element_size(), max_rows)
+    positions, most = model.max_positions, most_tokens(model, max_rows)
     return CacheRoom(positions, positions, max_rows, max_rows, most, shares_prompts=isinstance(model, Decoder))
+
+
+def most_tokens(model: CausalModel, max_rows: int) -> int | None:
+    """As `most_within`, on the model's device; None for a model that no plan knows."""
+    architecture, weight = counted(model), model.output_weight
+    if architecture is None:
+        return None
+    return most_within(capacity_of(weight.device), architecture, weight.element_size(), max_rows)
 
 
 def counted(model: CausalModel) -> Architecture | None:

@@ -17,12 +17,11 @@ import torch
 from hone.config.engine import EngineSection
 from hone.data.pack import collate
 from hone.devices import devices_here, give_back_memory
-from hone.memory.gauges import capacity_of
 from hone.model.base import CausalModel
 from hone.model.load import init_model, save_hf
-from hone.plan.kv_cache import CacheRoom, most_within
+from hone.plan.kv_cache import CacheRoom
 from hone.rollout.engine import Engine, Request
-from hone.rollout.local import LocalEngine, counted
+from hone.rollout.local import LocalEngine, most_tokens
 from hone.rollout.vllm import VllmEngine
 from hone.rollout.vllm_args import VllmPlace
 from hone.tools.acceptance.figures import Figure
@@ -102,16 +101,13 @@ async def start_own(model: CausalModel, requests: Sequence[Request]) -> LocalEng
     """Hone's engine with room for the requests, within the share of the device that a run gives its cache."""
     samples = sum(request.num_samples for request in requests)
     longest = max(request.sampling.max_tokens for request in requests)
-    architecture, weight = counted(model), model.output_weight
-    assert architecture is not None
-    most = most_within(capacity_of(weight.device), architecture, weight.element_size(), samples)
     return LocalEngine(
         model,
         decode=str,
         eos_ids=(),
         max_concurrent=samples,
         timeout_s=STEP_TIMEOUT_S,
-        room=CacheRoom(PROMPT, longest, len(requests), samples, most),
+        room=CacheRoom(PROMPT, longest, len(requests), samples, most_tokens(model, samples)),
         prefill_tokens=PREFILL_TOKENS,
     )
 
