@@ -365,6 +365,27 @@ def test_verl_s_rewards_of_data_sources(text, math_dapo, geo3k, tmp_path):
     assert values("geo3k", group(text), tmp_path) == [pytest.approx(geo3k)]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"<think>It is 5.</think>So \boxed{4}", 1.0),
+        (r"The answer is \boxed{\frac{8}{2}}. Done", 1.0),
+        ("Adding gives four. The answer is 4.", 1.0),
+        ("**Answer:** 3 + 1 = 4", 1.0),
+        ("The answers are $4$. I am sure", 1.0),
+        ("4 is the answer", 1.0),
+        ("We get x = 4", 1.0),
+        (r"\boxed{4}. The answer is 5", 0.0),
+        (r"<think>\boxed{4}", 0.0),
+        ("The answer is 5. Not 4", 0.0),
+        ("4 and then more words", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_prime_math_also_finds_an_answer_in_words(text, value, tmp_path):
+    assert values("prime_math", group(text), tmp_path) == [value]
+
+
 # ---- MindSpeed's names
 
 RIGHT = r"<think>Step 1: add</think><answer>\boxed{4}</answer>"

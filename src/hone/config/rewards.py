@@ -64,6 +64,7 @@ BUILTIN_REWARDS = {
     "acc": BuiltinReward(f"{_RULES}.mindspeed:acc", gold=_boxed),
     "base_acc": BuiltinReward(f"{_RULES}.mindspeed:base_acc", gold=_tagged_box),
     "math_dapo": BuiltinReward(f"{_RULES}.verl:math_dapo", gold=_line),
+    "prime_math": BuiltinReward(f"{_RULES}.verl:prime_math", gold=_boxed),
     "geo3k": BuiltinReward(f"{_RULES}.verl:geo3k", gold=_thought_box),
     "regex": BuiltinReward(f"{_RULES}.pattern:regex", scores_form=True),
     "json_schema": BuiltinReward(f"{_RULES}.schema:json_schema", scores_form=True),

@@ -41,12 +41,17 @@ REWARDS_BY_DATA: tuple[tuple[str, dict[str, Any], str], ...] = (
     (r"gsm8k", {"use": "gsm8k"}, "the data source's reward: the number after ####"),
     (r"geo3k|geometry.?3k", {"use": "geo3k"}, "the data source's reward: a boxed answer, and the form"),
     (
+        r"eurus|prime.?rl|numina",
+        {"use": "prime_math"},
+        "the data source's reward: a boxed answer or one in words, compared as mathematics",
+    ),
+    (
         r"dapo|aime|math.?17k",
         {"use": "math_dapo"},
         "the data source's reward: the answer behind `Answer:`, 1 or -1",
     ),
     (
-        r"eurus|prime.?rl|amc|numina|math|deepscaler|omni|orz|polaris|open.?r1|skywork|big.?math",
+        r"amc|math|deepscaler|omni|orz|polaris|open.?r1|skywork|big.?math",
         {"use": "math"},
         "the data source's reward: a boxed answer, compared as mathematics",
     ),

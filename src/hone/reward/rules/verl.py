@@ -1,7 +1,7 @@
-r"""verl's rewards of data sources that no other rule has: `math_dapo` and `geo3k`.
+r"""verl's rewards of data sources that no other rule has: `math_dapo`, `prime_math` and `geo3k`.
 
-Same values as its `reward_score`, with Hone's comparison of answers (`mathematics`). `gsm8k` and, for the sources that
-verl scores by a boxed answer (MATH, NuminaMath), `math` are in files of their own.
+Same values as its `reward_score`, with Hone's comparison of answers (`mathematics`). `gsm8k` and, for MATH, which verl
+scores by a boxed answer, `math` are in files of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from hone.reward.signature import reward
 from hone.types import Fault, Group, Score
 
 _ANSWER = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
+_BEFORE_RESULT = tuple(re.compile(f"answer{end}", re.IGNORECASE) for end in (":", " is", "s are"))
+_BEHIND_RESULT = re.compile(r"(?:is|are)(?: the)? answer", re.IGNORECASE)
+_LAST_WORD = re.compile(r"\b(?:be|is|are|get)\s|=|:\s", re.IGNORECASE)
 RIGHT, FORM = 0.9, 0.1
 """Parts of `geo3k`."""
 
@@ -32,6 +35,24 @@ def _after_answer(text: str, gold: Answer) -> Score:
     boxed = last_boxed(line)
     found = score_final(line.strip("$ ") if boxed is None else boxed, gold)
     return Score(1.0 if found.value == 1.0 else -1.0, found.fault, found.detail)
+
+
+@reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
+def prime_math(group: Group) -> list[Score] | tuple[Score, ...]:
+    """1 for the right result in a box or in words such as `the answer is 4`, else 0."""
+    return score_against_gold(group, lambda text, gold: score_final(_result_in_words(after_reasoning(text)), gold))
+
+
+def _result_in_words(text: str) -> str:
+    """The box behind the last `answer is`, if there is one there; else what the sentence behind it ends in."""
+    for mark in _BEFORE_RESULT:
+        text = mark.split(text)[-1]
+    if behind := list(_BEHIND_RESULT.finditer(text)):
+        text = text[: behind[-1].start()]
+    if (boxed := last_boxed(text)) is not None:
+        return boxed
+    sentence = text.strip().rpartition(". ")
+    return _LAST_WORD.split(sentence[0] or sentence[2])[-1].strip().strip("*$").removesuffix(".").strip("$ ")
 
 
 @reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
