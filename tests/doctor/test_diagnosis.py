@@ -124,6 +124,42 @@ def test_a_random_reward_is_as_high_for_one_prompt_as_for_another(between, names
     assert [a.name for a in watch_lines(SETTINGS, [{**line, "step": step} for step in range(1, 60)]).alarms] == names
 
 
+@pytest.mark.parametrize(
+    ("empty", "corr", "named"),
+    [
+        (lambda step: 0.6, 0.0, ["prompt_ends_the_response"]),
+        (lambda step: 0.05 * step, -0.4, ["length_punished"]),
+        (lambda step: 0.05 * step, 0.0, ["policy_degenerates"]),
+        (lambda step: 0.2, 0.0, []),
+    ],
+)
+def test_empty_responses_from_the_start_are_told_from_those_that_became_empty(empty, corr, named):
+    lines = [
+        {"stage": "rl", "step": step, "rollout/empty_frac": empty(step), "rollout/length_reward_corr": corr}
+        for step in range(1, 15)
+    ]
+    assert [alarm.cause for alarm in watch_lines(SETTINGS, lines).alarms] == named
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "rise", "named"),
+    [
+        (0.1, 0.9, 0.05, ["reward_exploited"]),
+        (0.1, 0.9, 0.0, ["policy_degenerates"]),
+        (0.9, 1.0, 0.05, []),
+        (0.1, 0.4, 0.05, []),
+    ],
+)
+def test_one_response_to_every_prompt_is_abnormal_where_it_was_not_so_in_the_first_step(first, last, rise, named):
+    shared, reward = "rollout/shared_response_frac", "rollout/reward_mean"
+    lines = [
+        {"stage": "rl", "step": step, shared: first if step < 6 else last, reward: 0.2 + rise * step}
+        | {"rollout/reward_std": 0.4}
+        for step in range(1, 20)
+    ]
+    assert [alarm.cause for alarm in watch_lines(SETTINGS, lines).alarms] == named
+
+
 @pytest.mark.parametrize(("free", "checkpoint"), [(lambda step: 0.9, 0.5), (lambda step: 50 - 1.2 * step, 0.01)])
 def test_a_disk_that_is_about_to_be_full(free, checkpoint):
     lines = [

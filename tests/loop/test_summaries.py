@@ -9,7 +9,7 @@ import pytest
 
 from hone.config.run import EvalSection
 from hone.loop.evaluate import metrics_of, pass_at_k, standard_error
-from hone.loop.run import staleness_shares, summarize
+from hone.loop.summaries import staleness_shares, summarize
 from hone.types import Group, Picture, Prompt, Sample, VersionSpan
 
 
@@ -157,3 +157,21 @@ def test_repeated_prompts_are_counted_by_their_tokens():
     shown = [Picture(digest, 0, 1, 1, (0.0,) * 3, (1.0,) * 3, read=np.zeros) for digest in ("red", "blue")]
     pictured = [replace(one := group(1.0, 0.0), prompt=replace(one.prompt, pictures=(picture,))) for picture in shown]
     assert summarize(pictured, [], version=0, threshold=1.0)["rollout/repeated_prompt_frac"] == 0
+
+
+def test_empty_responses_are_those_without_text():
+    """Of four samples one has no text and one white space alone."""
+    whole = group(1.0, 0.0, 0.5, 0.0)
+    texts = ("42", "", " \n", "x")
+    changed = [replace(sample, text=text) for sample, text in zip(whole.samples, texts, strict=True)]
+    metrics = summarize([replace(whole, samples=tuple(changed))], [], version=0, threshold=1.0)
+    assert metrics["rollout/empty_frac"] == 0.5
+
+
+def test_a_shared_response_counts_each_different_prompt_once():
+    """The most widespread response has two tokens: of the prompts 1, 1, 2 and 3 it is given to 1, 1 and 2."""
+    name = "rollout/shared_response_frac"
+    groups = [sized((2, 1.0), (3, 1.0), prompt=(1,)), sized((2, 1.0), (2, 0.0), prompt=(1,))]
+    assert name not in summarize(groups, [], version=0, threshold=1.0), "there is one prompt alone"
+    groups += [sized((2, 0.0), prompt=(2,)), sized((4, 1.0), prompt=(3,))]
+    assert summarize(groups, [], version=0, threshold=1.0)[name] == pytest.approx(2 / 3)

@@ -18,7 +18,8 @@ from hone.errors import EngineError
 from hone.loop.buffer import GroupBuffer
 from hone.loop.gate import check_first_step
 from hone.loop.movement import Movement, is_measured
-from hone.loop.run import PolicyRun, due, now, staleness_shares, summarize
+from hone.loop.run import PolicyRun, due, now
+from hone.loop.summaries import staleness_shares, summarize
 from hone.reward.rewards import component_metrics
 from hone.rollout.engine import Request
 from hone.runtime.collector import spared_collector

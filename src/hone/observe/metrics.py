@@ -74,6 +74,12 @@ METRICS: dict[str, Metric] = {
     "rollout/repeated_prompt_frac": Metric(
         "fraction", "Groups whose prompt, pictures included, is also another group's of the step."
     ),
+    "rollout/empty_frac": Metric("fraction", "Samples without any text but white space."),
+    "rollout/shared_response_frac": Metric(
+        "fraction",
+        "Different prompts of the step that one and the same response, the most widespread, is given to; not logged "
+        "where all prompts are equal. Near 1 is usual where there are few answers, such as yes and no.",
+    ),
     "rollout/length_reward_corr": Metric(
         "correlation", "Correlation of response length and reward over scored samples; without spread not logged."
     ),

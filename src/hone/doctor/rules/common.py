@@ -25,6 +25,7 @@ LENGTH, TRUNCATED, CORRELATION = (
     "rollout/truncated_frac",
     "rollout/length_reward_corr",
 )
+EMPTY, SHARED = "rollout/empty_frac", "rollout/shared_response_frac"
 ENTROPY, NORM = "train/entropy", "train/grad_norm"
 SURPRISE, ANSWERS_PASS = "rollout/answer_surprise", "rollout/answer_pass_rate"
 NOISE_METRICS, NOISE_STEPS = ("train/gradient_signal", "train/gradient_noise"), 50

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from hone.doctor.history import History
-from hone.doctor.rule import AlarmRule, Cause, above, when
+from hone.doctor.rule import AlarmRule, Cause, Limit, above, when
 from hone.doctor.rules.common import (
     ANSWERS_PASS,
     CORRELATION,
+    EMPTY,
     ENTROPY,
     ENTROPY_BONUS_TOO_LARGE,
     EVAL,
@@ -17,7 +18,9 @@ from hone.doctor.rules.common import (
     PASS,
     PROMPTS_UNLIKE_TRAINING,
     READ_SAMPLES,
+    REWARD,
     RIGHT,
+    SHARED,
     SILENT,
     TRUNCATED,
     WEIGHT_DECAY_TOO_LARGE,
@@ -241,6 +244,75 @@ DATA = (
             ),
         ),
         source=f"25 %: {MILES}; 10 %: verl best_practices.rst",
+    ),
+    AlarmRule(
+        name="responses_empty",
+        level="data",
+        pattern="many responses are empty",
+        metrics=(EMPTY, LENGTH),
+        when=above(EMPTY, 0.25),
+        silenced_by=("mismatch", "update_too_large", "accuracy_lost"),
+        causes=(
+            Cause(
+                name="prompt_ends_the_response",
+                what="responses are empty from the start: the prompt holds its answer or the end of the turn already, "
+                "or a stop string or end token matches at once.",
+                change="data.template, model.chat_template: the prompt alone, open for an answer; rollout.stop, "
+                "rollout.stop_token_ids",
+                confirm="Read three prompts in samples/ to their last token. If they are open for an answer, see what "
+                "the first token of the responses is.",
+                applies=lambda h: was_above_from_the_start(h, EMPTY, 0.25) and h.first(EMPTY) > 0.1,
+                reads=("rollout.max_response_tokens",),
+            ),
+            Cause(
+                name="length_punished",
+                what="responses have become empty, because short ones earn more.",
+                change="algorithm.overlong_penalty: smaller; the component with a negative correlation",
+                confirm="rollout/length_reward_corr is below 0.",
+                applies=lambda h: h.mean(CORRELATION, 20) < -0.1,
+                reads=(CORRELATION,),
+            ),
+            Cause(
+                name="policy_degenerates",
+                what="the policy has learnt to end at once.",
+                change=LOWER_LR + "; resume from the best checkpoint",
+                confirm=READ_SAMPLES,
+                reads=("train.optimizer.lr",),
+            ),
+        ),
+        source="an empty response teaches nothing; a quarter, as for truncation, ours",
+    ),
+    AlarmRule(
+        name="responses_repeat",
+        level="data",
+        pattern="more and more prompts get the same response",
+        metrics=(SHARED, REWARD),
+        when=when(
+            "above 0.5 on average of five, and 0.3 above its first value",
+            lambda h: h.mean(SHARED, 5) > max(0.5, h.first(SHARED) + 0.3),
+            Limit(SHARED, high=0.5),
+        ),
+        of=(4, 5),
+        after=8,
+        silenced_by=("responses_empty", "mismatch", "update_too_large", "accuracy_lost", "prompts_repeat"),
+        causes=(
+            Cause(
+                name="reward_exploited",
+                what="one response earns the reward whatever is asked, and the policy has found it.",
+                change="reward.components: what that response earns, and from which component; hone check RUN.yaml",
+                confirm=READ_SAMPLES + " If that response is right for each prompt, the data have few answers.",
+                applies=lambda h: h.mean(REWARD, 5) > h.first(REWARD) + 0.2 * h.first("rollout/reward_std"),
+                reads=(REWARD, "rollout/reward_std", "reward/<component>_variance_share"),
+            ),
+            Cause(
+                name="policy_degenerates",
+                what="the policy answers whatever is asked in the same way and earns nothing by it.",
+                change=LOWER_LR + "; resume from the best checkpoint",
+                confirm="train/entropy falls with it. " + READ_SAMPLES,
+                reads=(ENTROPY, "train.optimizer.lr"),
+            ),
+        ),
+        source=OURS,
     ),
     AlarmRule(
         name="prompts_repeat",

@@ -165,9 +165,12 @@ MISMATCH = (
         name="importance_weights",
         level="optimisation",
         pattern="importance weights between trainer and sampler are widely spread",
-        metrics=("train/importance_ess_frac", "train/importance_std", "train/importance_chi2"),
+        metrics=("train/importance_ess_frac", "train/importance_std", "train/importance_chi2", "train/mismatch_kl"),
         when=either(
-            below("train/importance_ess_frac", 0.3), above("train/importance_std", 1), above("train/importance_chi2", 1)
+            below("train/importance_ess_frac", 0.3),
+            above("train/importance_std", 1),
+            above("train/importance_chi2", 1),
+            outside("train/mismatch_kl", -0.1, 0.1),
         ),
         silenced_by=("mismatch",),
         causes=(
@@ -187,7 +190,7 @@ MISMATCH = (
                 reads=(GAP,),
             ),
         ),
-        source=f"effective sample size below 0.3, std above 1, chi-square above 1: {VERL_CORRECTION}",
+        source=f"effective sample size below 0.3, std above 1, chi-square above 1, a KL beyond 0.1: {VERL_CORRECTION}",
     ),
     AlarmRule(
         name="correction_drops_tokens",

@@ -196,7 +196,7 @@ TUNING = (
         level="tuning",
         pattern="the GPU is idle a large part of the time",
         metrics=("memory/device_busy_frac",),
-        when=below("memory/device_busy_frac", 0.5, mean=10),
+        when=below("memory/device_busy_frac", 0.8, mean=10),
         of=(8, 10),
         after=10,
         causes=(
@@ -216,7 +216,7 @@ TUNING = (
                 reads=("memory/device_frac",),
             ),
         ),
-        source="busy above 80 % is asked for; an alarm below 50 % ours",
+        source="busy 80 % of the time or more is usual advice",
     ),
     AlarmRule(
         name="memory_nearly_full",
