@@ -16,9 +16,8 @@ from hone.config.engine import EngineSection
 from hone.config.run import DataSection, LoraSection
 from hone.errors import EngineError
 from hone.rollout.engine import Sampling
-from hone.rollout.vllm import check_sampling
 from hone.rollout.vllm_adapter import VllmAdapter
-from hone.rollout.vllm_args import VllmPlace, engine_arguments
+from hone.rollout.vllm_args import VllmPlace, check_sampling, engine_arguments
 from hone.rollout.vllm_pictures import VllmPictures, vllm_prompt
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from hone.types import Prompt, Sample
 
@@ -176,4 +176,18 @@ class TokenwiseEngine(Engine, Protocol):
         self, request: Request, on_sample: OnSample | None = None, on_token: OnToken | None = None
     ) -> tuple[Sample, ...]:
         """See `Engine.generate`. `on_token` is called in the event loop; a sample comes after all of its tokens."""
+        ...
+
+
+@runtime_checkable
+class Buckets(Protocol):
+    """One version on its way, see `weights.receive.Arriving`."""
+
+    def buckets(self) -> Iterable[tuple[Any, Any]]:
+        """Header and parts of each, for `weights.vllm_worker`."""
+        ...
+
+    @property
+    def manifest(self) -> Any:
+        """What it held, once all has arrived."""
         ...

@@ -17,82 +17,34 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hone.config.engine import LEAST_TEMPERATURE, EngineSection
+from hone.config.engine import EngineSection
 from hone.errors import DataError, EngineError
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.load import read_weights
-from hone.rollout.engine import CacheUse, OnSample, OnToken, Request, Sampling, Token
-from hone.rollout.sampling import request_key, sample_seed
-from hone.rollout.stop_strings import Decode, stop_window, text_up_to_stop
+from hone.rollout.engine import Buckets, CacheUse, OnSample, OnToken, Request
+from hone.rollout.stop_strings import Decode
 from hone.rollout.vllm_adapter import VllmAdapter
 from hone.rollout.vllm_args import (
     CPU_ENVIRONMENT,
     ENVIRONMENT,
     ROUTING_ENVIRONMENT,
     VllmPlace,
+    check_sampling,
     check_version,
     engine_arguments,
 )
-from hone.rollout.vllm_cache import VllmCache
+from hone.rollout.vllm_outputs import VllmCache, VllmGroup, VllmRouting, VllmRow
 from hone.rollout.vllm_pictures import VllmPictures, vllm_prompt
-from hone.rollout.vllm_routing import VllmRouting
 from hone.rollout.worker import EngineWorker
-from hone.types import Experts, Sample, version_spans
+from hone.types import Sample
 
 SHUTDOWN_S = 30.0
-
-
-@runtime_checkable
-class Buckets(Protocol):
-    """One version on its way, see `weights.receive.Arriving`."""
-
-    def buckets(self) -> Iterable[tuple[Any, Any]]:
-        """Header and parts of each, for `weights.vllm_worker`."""
-        ...
-
-    @property
-    def manifest(self) -> Any:
-        """What it held, once all has arrived."""
-        ...
-
-
-@dataclass(eq=False)
-class _VllmGroup:
-    """One request of ours on its way."""
-
-    request: Request
-    limit_tokens: int
-    stop_ids: list[int]
-    promise: Future[tuple[Sample, ...]]
-    pictures: Any
-    """See `VllmPictures.read`."""
-    on_sample: OnSample | None
-    on_token: OnToken | None
-    samples: list[Sample] = field(default_factory=list)
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether each token is read as it comes. vLLM reports other samples only at their end, which costs less."""
-        return self.on_token is not None or bool(self.request.sampling.stop)
-
-
-@dataclass(eq=False)
-class _VllmRow:
-    """One sample that is being drawn: a request of vLLM's."""
-
-    group: _VllmGroup
-    index: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
 
 
 class VllmEngine:
@@ -122,7 +74,7 @@ class VllmEngine:
         self._max_positions: int = llm.model_config.max_model_len
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._fingerprint: str | None = None  # of the folder's weights: computed when it is asked for
-        self._rows: dict[str, _VllmRow] = {}  # the worker's, as the two below
+        self._rows: dict[str, VllmRow] = {}  # the worker's, as the two below
         self._numbers = itertools.count()
         self._loads = 0
         self._awake, self._weights_awake = True, True
@@ -209,7 +161,7 @@ class VllmEngine:
         # In another thread, as decoding takes long, and once for all samples of the prompt.
         pictures = await asyncio.to_thread(self._pictures.read, prompt) if prompt.pictures else None
         loop = asyncio.get_running_loop()
-        group = _VllmGroup(
+        group = VllmGroup(
             request,
             limit_tokens=min(request.sampling.max_tokens, room),
             stop_ids=[*self._eos_ids, *request.sampling.stop_token_ids],
@@ -310,16 +262,17 @@ class VllmEngine:
 
     # ---- on the worker
 
-    def _begin(self, group: _VllmGroup) -> None:
+    def _begin(self, group: VllmGroup) -> None:
         request = group.request
         for index in range(request.first_sample, request.first_sample + request.num_samples):
             name = str(next(self._numbers))
             prompt = vllm_prompt(request.prompt, group.pictures, self._loads)
             adapter = None if self._adapter is None else self._adapter.request
-            self._llm.add_request(name, prompt, _vllm_sampling(group, index), lora_request=adapter)
-            self._rows[name] = _VllmRow(group, index)
+            row = VllmRow(group, index)
+            self._llm.add_request(name, prompt, row.settings(), lora_request=adapter)
+            self._rows[name] = row
 
-    def _drop(self, group: _VllmGroup) -> None:
+    def _drop(self, group: VllmGroup) -> None:
         names = [name for name, row in self._rows.items() if row.group is group]
         for name in names:
             del self._rows[name]
@@ -345,54 +298,16 @@ class VllmEngine:
             if row is not None:
                 self._take(output.request_id, row, output.outputs[0], version)
 
-    def _take(self, name: str, row: _VllmRow, news: Any, version: int) -> None:
+    def _take(self, name: str, row: VllmRow, news: Any, version: int) -> None:
         """The next tokens of a sample, or all of them, and its end."""
-        row.token_ids += news.token_ids
-        row.logprobs += news.logprobs.logprobs
-        if row.group.is_followed:
-            row.versions += [version] * len(news.token_ids)
-        else:
-            for span in news.weight_versions:
-                row.versions += [int(span.version)] * (span.end - span.start)
-        if (on_token := row.group.on_token) is not None:
-            for position in range(len(row.token_ids) - len(news.token_ids), len(row.token_ids)):
-                on_token(Token(row.index, position, row.token_ids[position], row.logprobs[position], version))
-        stop, cut = row.group.request.sampling.stop, None
-        if stop:
-            cut = text_up_to_stop(row.token_ids, stop, stop_window(stop), self._decode)
+        cut = row.take(news, version, self._decode)
         if cut is None and news.finish_reason is None:
             return
-        if cut is None and news.finish_reason not in ("stop", "length"):
-            raise EngineError(f"prompt {row.group.request.prompt.id}: vLLM ended a sample with {news.finish_reason!r}.")
-        routing = None if self._routing is None else self._routing_of(self._routing, name, row, news)
+        sample = row.sample(name, news, cut, decode=self._decode, routing=self._routing)
         if news.finish_reason is None:
             self._llm.abort_request([name])
         del self._rows[name]
-        self._finish(row, cut, routing, stopped=cut is not None or news.finish_reason == "stop")
-
-    def _routing_of(self, records: VllmRouting, name: str, row: _VllmRow, news: Any) -> tuple[Experts, Experts | None]:
-        """Of the sample's tokens, and of the prompt's where it stands for the others."""
-        prompt_tokens = len(row.group.request.prompt.token_ids)
-        first = _first_recorded(row.group, row.index)
-        of_prompt, own = records.of(name, news, first=first, prompt_tokens=prompt_tokens, tokens=len(row.token_ids))
-        return own, None if first else of_prompt
-
-    def _finish(
-        self, row: _VllmRow, cut: str | None, routing: tuple[Experts, Experts | None] | None, *, stopped: bool
-    ) -> None:
         group = row.group
-        own, of_prompt = routing or (None, None)
-        sample = Sample(
-            prompt_id=group.request.prompt.id,
-            index=row.index,
-            token_ids=np.array(row.token_ids, np.int32),
-            sampler_logprobs=np.array(row.logprobs, np.float32),
-            versions=version_spans(row.versions),
-            finish_reason="stop" if stopped else "length",
-            text=self._decode(row.token_ids) if cut is None else cut,
-            routing=own,
-            prompt_routing=of_prompt,
-        )
         group.samples.append(sample)
         if group.on_sample is not None:
             group.on_sample(sample)
@@ -462,51 +377,6 @@ class VllmEngine:
         if self._frees_memory and not self._awake:
             self._llm.wake_up(["kv_cache"] if self._weights_awake else None)
         self._awake, self._weights_awake = True, True
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raises EngineError where vLLM would draw from another distribution than Hone's own engine."""
-    if sampling.temperature == 0:
-        return
-    if sampling.top_p < 1 and sampling.min_p > 0:
-        raise EngineError(
-            f"top_p = {sampling.top_p} with min_p = {sampling.min_p}: vLLM applies min_p before top_p, Hone after it, "
-            "which is another distribution. Use one of them."
-        )
-    if sampling.temperature < LEAST_TEMPERATURE:
-        raise EngineError(
-            f"temperature {sampling.temperature:g}: vLLM would sample with {LEAST_TEMPERATURE}. Use 0 for greedy."
-        )
-
-
-def _vllm_sampling(group: _VllmGroup, index: int) -> Any:
-    """vLLM's own settings for one sample."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    request, sampling = group.request, group.request.sampling
-    key = request_key(request.seed, request.stream, request.prompt.index)
-    greedy = sampling.temperature == 0
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=0 if greedy else sampling.top_k,
-        top_p=1.0 if greedy else sampling.top_p,
-        min_p=0.0 if greedy else sampling.min_p,
-        seed=sample_seed(key, index, request.first_position),
-        max_tokens=group.limit_tokens,
-        stop_token_ids=group.stop_ids,
-        ignore_eos=True,  # those that end a response are all in stop_token_ids
-        logprobs=0,  # of the sampled token alone
-        routed_experts_prompt_start=_first_recorded(group, index),
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA if group.is_followed else RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _first_recorded(group: _VllmGroup, index: int) -> int:
-    """The prompt's token with which a sample's record of experts begins: the first sample stands for the others."""
-    return 0 if index == group.request.first_sample else len(group.request.prompt.token_ids)
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[Any], object] | None) -> Any:

@@ -6,17 +6,20 @@ import json
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hone.config.engine import POLICY_GPU_FRAC, VLLM_SEES, EngineSection, vllm_rank
+from hone.config.engine import LEAST_TEMPERATURE, POLICY_GPU_FRAC, VLLM_SEES, EngineSection, vllm_rank
 from hone.config.run import LoraSection
 from hone.errors import EngineError
 from hone.plan.architecture import architecture_from
 from hone.plan.engine import refuse_states
+
+if TYPE_CHECKING:
+    from hone.rollout.engine import Sampling
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_BYTES = 1
@@ -166,3 +169,18 @@ def _cpu_cache_bytes(settings: EngineSection, place: VllmPlace, *, sequences: in
     return min(
         tokens * per_token, int((settings.gpu_memory_utilization or POLICY_GPU_FRAC) * psutil.virtual_memory().total)
     )
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises EngineError where vLLM would draw from another distribution than Hone's own engine."""
+    if sampling.temperature == 0:
+        return
+    if sampling.top_p < 1 and sampling.min_p > 0:
+        raise EngineError(
+            f"top_p = {sampling.top_p} with min_p = {sampling.min_p}: vLLM applies min_p before top_p, Hone after it, "
+            "which is another distribution. Use one of them."
+        )
+    if sampling.temperature < LEAST_TEMPERATURE:
+        raise EngineError(
+            f"temperature {sampling.temperature:g}: vLLM would sample with {LEAST_TEMPERATURE}. Use 0 for greedy."
+        )
