@@ -155,7 +155,7 @@ def test_importing_hone_is_light_and_its_names_stay():
         "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules\n"
         "first = hone.train\n"
         "assert 'torch' not in sys.modules\n"
-        "import hone.train.noise\n"  # of the package, which has the function's name
+        "import hone.train.policy\n"  # of the package, which has the function's name
         "assert hone.train is first and callable(hone.check) and hone.Run.__name__ == 'Run'\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

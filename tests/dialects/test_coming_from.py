@@ -3,7 +3,7 @@
 import pytest
 from coming_from import FOLDER, MOST, TITLES, page, pages
 
-from hone.dialects.tables import dialects
+from hone.dialects.translate import dialects
 
 
 def test_the_committed_pages_are_current():

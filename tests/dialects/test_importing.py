@@ -308,8 +308,7 @@ name = "reverse-text"
 @pytest.mark.parametrize("name", ["verl", "openrlhf", "trl", "mindspeed", "prime-rl"])
 def test_tables_name_keys_that_exist(name):
     from hone.config import schema
-    from hone.dialects.tables import dialects
-    from hone.dialects.translate import find_row
+    from hone.dialects.translate import dialects, find_row
 
     dialect = dialects()[name]
     known = {*schema.all_keys(), *schema.all_sections(), *(path.removesuffix(".*") for path in schema.all_sections())}

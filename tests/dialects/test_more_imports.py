@@ -7,8 +7,7 @@ from hone.config.load import load_config
 from hone.dialects.defaults import defaults_of, known_versions
 from hone.dialects.foreign import ForeignRun
 from hone.dialects.reading import TOOLS, read_foreign
-from hone.dialects.tables import dialects
-from hone.dialects.translate import find_row, read_row, translate
+from hone.dialects.translate import dialects, find_row, read_row, translate
 from hone.dialects.verdict import ForeignJob
 
 BIASED = {

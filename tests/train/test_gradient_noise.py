@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hone.train.noise import gradient_noise, mean_noise
+from hone.train.policy import gradient_noise, mean_noise
 
 
 def test_without_noise_the_small_gradient_is_the_whole_one():

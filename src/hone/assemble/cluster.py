@@ -29,8 +29,7 @@ from hone.cluster.ray import RayCluster, lost, take_sigterm_back
 from hone.cluster.trainer import RemoteLearner, RemotePairTrainer, RemoteTrainer
 from hone.cluster.vitals import VitalsWatch
 from hone.config.cluster import Role
-from hone.config.topology import TRAINED
-from hone.config.transport import in_words, transport_of
+from hone.config.topology import TRAINED, in_words, transport_of
 from hone.errors import ClusterLost, PlacementError, Stopped
 from hone.loop.run import Offloadable
 from hone.rollout.engine import Engine

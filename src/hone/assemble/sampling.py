@@ -22,7 +22,7 @@ from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.plan.kv_cache import cache_room
 from hone.plan.workload import share_of, workload_of
-from hone.reward.environment import FromEnvironment
+from hone.reward.aggregate import FromEnvironment
 from hone.reward.http import Addresses
 from hone.reward.rewards import Component, Rewards, Scorer
 from hone.rollout.engine import Engine, Sampling

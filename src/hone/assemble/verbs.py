@@ -1,7 +1,9 @@
-"""`hone check`, `hone eval` and `hone export`: what looks at a run without training."""
+"""`hone check`, `hone eval`, `hone eval-judge` and `hone export`: what looks at a run without training."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,17 +15,21 @@ from hone.assemble.sampling import evaluation_sampling, make_engine, make_reward
 from hone.assemble.services import claim_devices, services_apart
 from hone.config.derived import trains_adapter
 from hone.config.load import Loaded
-from hone.config.run import RunConfig
+from hone.config.run import RewardComponent, RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.data.prompts import load_prompts
 from hone.devices import devices_here
-from hone.errors import DataError
+from hone.errors import ConfigError, DataError
 from hone.loop.evaluate import Evaluation, evaluate
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
 from hone.model.hub import HubRepository
 from hone.model.load import load_model, save_hf
 from hone.model.lora import save_adapter
+from hone.reward.judge.evaluate import Figures, evaluate_judge, read_pairs
+from hone.reward.judge.scorer import JudgeReward
+from hone.reward.resolve import Unusable
+from hone.reward.rewards import component_name
 from hone.run import check as preflight
 from hone.run.folder import RunFolder
 from hone.run.report import CheckReport
@@ -180,3 +186,46 @@ def model_of(
     weights = FlatWeights(model, torch.float32)
     weights.fill(weights.master, MASTER, saved.tensors)
     return model
+
+
+def evaluate_judge_of(loaded: Loaded, pairs: Path, *, name: str | None, url: str | None) -> Mapping[str, float]:
+    """Figures of one judge.
+
+    Args:
+        name: of the component, where the file has several judges.
+        url: ask there instead of where the component's args say.
+    Raises:
+        ConfigError: no such judge, or its args do not fit.
+        DataError: rows that are no pairs.
+    """
+    component = _judge(loaded, name)
+    args = dict(component.args)
+    if url is not None:
+        args.pop("service", None)
+        args["url"] = url
+    rows = read_pairs(pairs)
+    try:
+        judge = JudgeReward.from_args(args, folder=loaded.run_file.parent, timeout_s=component.timeout_s)
+    except Unusable as error:
+        raise ConfigError([f"{loaded.run_file}: {component_name(component)}: {error}"]) from error
+
+    async def run() -> Figures:
+        try:
+            problems = await judge.start()
+            if problems:
+                raise ConfigError(problems)
+            return await evaluate_judge(judge, rows)
+        finally:
+            await judge.close()
+
+    return asyncio.run(run()).metrics()
+
+
+def _judge(loaded: Loaded, name: str | None) -> RewardComponent:
+    judges = {component_name(c): c for c in loaded.config.reward.components if c.use == "judge"}
+    if name is None and len(judges) == 1:
+        return next(iter(judges.values()))
+    if name is None or name not in judges:
+        known = f"its judges: {', '.join(judges)}; choose one with --name" if judges else "it has none (`use: judge`)"
+        raise ConfigError([f"{loaded.run_file}: which judge? {known}."])
+    return judges[name]

@@ -69,7 +69,7 @@ def evaluate_judge(
 ) -> None:
     """Evaluate a judge on preference pairs: accuracy, consistency when swapped, canaries."""
     loaded = load_rewards(file, overrides or ())
-    from hone.assemble.judge import evaluate_judge_of
+    from hone.assemble.verbs import evaluate_judge_of
 
     figures = evaluate_judge_of(loaded, pairs, name=name, url=url)
     if as_json:

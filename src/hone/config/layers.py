@@ -13,11 +13,34 @@ from pathlib import Path
 
 from hone.config import schema
 from hone.config.messages import nearest, show
-from hone.config.paths import exists, is_dir, is_file
 from hone.config.yaml_tree import COMMAND_LINE, Node, Problem, Where, read_yaml, scalar
 
 PRESETS = Path(__file__).parent / "presets"
 MAX_FILE_BYTES = 4 << 20
+
+
+def exists(path: Path) -> bool:
+    """Whether something is at a path of a user's. A text that cannot be a path (too long, a NUL) names nothing."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """As `exists`."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_dir(path: Path) -> bool:
+    """As `exists`."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def preset_names() -> list[str]:

@@ -19,8 +19,7 @@ from hone.config.derived import (
 )
 from hone.config.run import RunConfig
 from hone.config.schema import generic
-from hone.config.topology import Topology, topology_of
-from hone.config.transport import likely_transport
+from hone.config.topology import Topology, likely_transport, topology_of
 
 Value = int | bool | str | None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from hone.config import schema
@@ -13,7 +13,6 @@ from hone.config.messages import nearest
 from hone.dialects.defaults import defaults_of, known_versions
 from hone.dialects.foreign import ForeignRun, ForeignService, holes_in, looks_secret, shown
 from hone.dialects.shared import MEMORY
-from hone.dialects.tables import dialects
 from hone.dialects.verdict import (
     GAPS,
     Dialect,
@@ -34,6 +33,24 @@ MEMORY_KEYS = frozenset(
     + [f"cluster.engines.{name}" for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len")]
 )
 """Keys of ours that change no result: what a foreign file sets them to need not be known."""
+
+
+@cache
+def dialects() -> Mapping[str, Dialect]:
+    """Every tool's dialect; imported when asked for."""
+    from hone.dialects import mindspeed, nanochat, prime_rl
+    from hone.dialects.openrlhf import keys as openrlhf
+    from hone.dialects.trl import keys as trl
+    from hone.dialects.verl import keys as verl
+
+    return {
+        "verl": verl.DIALECT,
+        "openrlhf": openrlhf.DIALECT,
+        "trl": trl.DIALECT,
+        "mindspeed": mindspeed.DIALECT,
+        "prime-rl": prime_rl.DIALECT,
+        "nanochat": nanochat.DIALECT,
+    }
 
 
 @dataclass(frozen=True)

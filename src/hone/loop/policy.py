@@ -6,25 +6,60 @@ no token is trained more than `max_staleness` updates after the policy that samp
 0 is plain on-policy training. There is no second loop for a second mode.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from hone.data.pack import collate, score_columns
+from hone.algo.kl import k3
+from hone.data.pack import collate, first_prompts, score_columns
 from hone.errors import EngineError
 from hone.loop.buffer import GroupBuffer
 from hone.loop.gate import check_first_step
-from hone.loop.movement import Movement, is_measured
 from hone.loop.run import PolicyRun, due, now
 from hone.loop.summaries import staleness_shares, summarize
 from hone.reward.rewards import component_metrics
 from hone.rollout.engine import Request
-from hone.runtime.collector import spared_collector
+from hone.runtime.processes import spared_collector
 from hone.runtime.stopping import unless_stopped
+from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Prompt
+
+MEASURED_FIRST, MEASURED_EVERY, MEASURED_SHARE = 10, 10, 16
+"""Updates whose `Movement` is measured, and the share of their prompts, 1 in so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """How far an update moves the policy: KL of the policy before to the one after, on a few of its own prompts.
+
+    Measured apart from the loss, since with one optimizer step per update the policy ratio is 1 and says nothing. Costs
+    two passes without gradient over a sixteenth of the batch, in the first updates and in every tenth.
+    """
+
+    trainer: Trainer
+    batch: Batch
+    before_T: Tensor
+    """(T,) logprobs of the batch's tokens before the update."""
+
+    @classmethod
+    def begin(cls, trainer: Trainer, batch: Batch) -> Movement:
+        """Before the update: keep the logprobs of the first prompts' samples."""
+        few = first_prompts(batch, max(1, len(batch.prompts) // MEASURED_SHARE))
+        return cls(trainer, few, trainer.logprobs(few))
+
+    def end(self) -> dict[str, float]:
+        """After the update: `train/update_kl`, the k3 estimate of KL(before || after) in nats per token."""
+        mask_T = self.batch.loss_mask_T.to(self.before_T)
+        if not mask_T.any():
+            return {}
+        kl_T = k3(self.before_T - self.trainer.logprobs(self.batch))
+        return {"train/update_kl": float((kl_T * mask_T).sum() / mask_T.sum())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +212,9 @@ def learn(run: PolicyRun, batch: Batch) -> tuple[Batch, dict[str, float]]:
     trainer, algorithm = run.trainer, run.algorithm
     batch = replace(batch, columns={**batch.columns, **trainer.measure(batch, algorithm.needs)})
     batch, metrics = algorithm.assign(batch)
-    movement = Movement.begin(run.trainer, batch) if is_measured(run.progress.step) else None
+    step = run.progress.step
+    is_measured = step < MEASURED_FIRST or (step + 1) % MEASURED_EVERY == 0
+    movement = Movement.begin(run.trainer, batch) if is_measured else None
     metrics |= trainer.update(batch, algorithm)
     metrics |= movement.end() if movement else {}
     batch = with_trainer_logprobs(batch, movement)

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.config.run import LoraSection
-from hone.model.contents import Contents
 from hone.model.logprobs import PLAIN, LogitMap, product_float32
 from hone.model.recompute import Checkpointing
 from hone.model.sequence import UNDIVIDED, SequenceGroup
-from hone.model.weights import copy_by_name
+from hone.model.weights import Contents, copy_by_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

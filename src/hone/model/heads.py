@@ -21,11 +21,11 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from hone.errors import DataError
 from hone.model.base import CausalModel
-from hone.model.contents import Contents
 from hone.model.decoder import Decoder, unsupported
 from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
 from hone.model.load import read_config, read_weights
+from hone.model.weights import Contents
 
 HEAD = "score.weight"
 """The head's name in Transformers' sequence-classification classes."""

@@ -31,11 +31,11 @@ from transformers.models.auto.modeling_auto import (
 from hone.config.derived import overridden
 from hone.errors import DataError
 from hone.model.base import CausalModel
-from hone.model.contents import Contents
 from hone.model.decoder import Decoder, unsupported
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel, as_computed, auto_class, has_tower
 from hone.model.shards import write_weights
+from hone.model.weights import Contents
 from hone.observe.whole import make_folder, sync, sync_tree
 
 if TYPE_CHECKING:

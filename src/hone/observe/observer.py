@@ -28,8 +28,7 @@ from hone.observe.events import FILE, EventLog
 from hone.observe.metrics import find_metric
 from hone.observe.recorder import Recorder, TokenFigures
 from hone.observe.report import Picture, RunSummary, write_report
-from hone.observe.samples_table import Row, table_rows
-from hone.observe.sinks import MetricsFile, TensorBoard
+from hone.observe.sinks import MetricsFile, Row, TensorBoard, table_rows
 from hone.observe.trace import Event, Spans, Timeline, TraceFile
 from hone.observe.trackers import Labels, open_trackers
 from hone.observe.whole import sync

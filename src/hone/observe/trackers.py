@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from hone.config.run import ObserveSection
 from hone.errors import ConfigError, HoneError
-from hone.observe.samples_table import COLUMNS, Row
+from hone.observe.sinks import COLUMNS, Row
 from hone.observe.whole import write_whole
 
 MLFLOW_BATCH = 100

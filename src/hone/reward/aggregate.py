@@ -7,9 +7,10 @@ without a reward. No number ever stands for a missing score.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-from hone.types import Fault, Score
+from hone.types import Fault, Group, Score
 
 PARTLY = Score(
     None,
@@ -66,3 +67,20 @@ def _sum(weighted: Sequence[tuple[float, tuple[Score, ...]]], sample: int) -> fl
         elif score.applies:
             return None
     return total
+
+
+class FromEnvironment:
+    """Scorer of what environments gave: the sum over a sample's turns, or a fault of infrastructure.
+
+    It has weight 1, beside the weighted sum of the run file's components. Where each turn's reward belongs among the
+    tokens stays on the sample (`types.Turn`), and `algo.advantage` puts it there. A sample whose environment failed has
+    no reward at all, whatever other components give its part.
+    """
+
+    async def score(self, group: Group) -> tuple[Score, ...]:
+        return tuple(
+            Score(None, Fault.INFRA, sample.fault)
+            if sample.fault
+            else Score(math.fsum(turn.reward for turn in sample.turns))
+            for sample in group.samples
+        )

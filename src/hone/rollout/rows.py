@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.rollout.engine import OnSample, OnToken, Request, Token
+from hone.rollout.engine import OnSample, OnToken, Request, Token, stop_window
 from hone.rollout.sampling import Controls, request_key, row_keys, uniforms
-from hone.rollout.stop_strings import stop_window
 from hone.types import Sample, TokenIds, VersionSpan, version_spans
 
 

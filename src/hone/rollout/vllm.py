@@ -27,8 +27,7 @@ from hone.config.engine import EngineSection
 from hone.errors import DataError, EngineError
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.load import read_weights
-from hone.rollout.engine import Buckets, CacheUse, OnSample, OnToken, Request
-from hone.rollout.stop_strings import Decode
+from hone.rollout.engine import Buckets, CacheUse, Decode, OnSample, OnToken, Request
 from hone.rollout.vllm_adapter import VllmAdapter
 from hone.rollout.vllm_args import (
     CPU_ENVIRONMENT,

@@ -13,9 +13,8 @@ import numpy as np
 from hone.data.pack import unrecorded
 from hone.errors import EngineError
 from hone.model.routing import record_dtype
-from hone.rollout.engine import CacheUse, OnSample, OnToken, Request, Token
+from hone.rollout.engine import CacheUse, Decode, OnSample, OnToken, Request, Token, stop_window, text_up_to_stop
 from hone.rollout.sampling import request_key, sample_seed
-from hone.rollout.stop_strings import Decode, stop_window, text_up_to_stop
 from hone.types import Experts, Sample, version_spans
 
 

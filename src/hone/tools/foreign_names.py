@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 
 from hone.config import schema
-from hone.dialects.tables import dialects
-from hone.dialects.translate import find_row
+from hone.dialects.translate import dialects, find_row
 from hone.observe.whole import write_whole
 
 FILE = Path(schema.__file__).parent / "foreign_names.json"

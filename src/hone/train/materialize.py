@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from hone.errors import HoneError
 from hone.model.base import CausalModel
-from hone.model.contents import Contents
 from hone.model.fingerprint import Fingerprint
 from hone.model.heads import ScalarModel
 from hone.model.hf import TransformersModel
-from hone.model.weights import checked
+from hone.model.weights import Contents, checked
 from hone.train.mesh import Mesh
 from hone.train.tensor_files import box_of
 from hone.train.weight_map import WeightPart, shares_of

@@ -26,7 +26,7 @@ from hone.weights.parts import CUDA, CudaMemory
 from hone.weights.publish import Answer, NoAnswer, Peer, Transport
 
 TransportName = Literal["ray", "gloo", "nccl", "ipc"]
-"""A transport of `config/transport.py`, on the devices that there are."""
+"""A transport of `config/topology.py`, on the devices that there are."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from hone.config.derived import overridden, section_of
 from hone.config.engine import EngineSection
+from hone.config.layers import is_dir, is_file
 from hone.config.messages import nearest
-from hone.config.paths import is_dir, is_file
 from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
 from hone.config.rules import Breach
 from hone.config.rules.engines import engines_of
