@@ -70,8 +70,7 @@ def _reader_files() -> Iterator[Path]:
         if path.relative_to(SOURCES).parts[0] not in NOT_READERS:
             yield path
     yield SOURCES / "config" / "derived.py"  # its functions are called by build and stand for the keys they read
-    yield SOURCES / "config" / "topology.py"  # so does the placement that it derives
-    yield SOURCES / "config" / "transport.py"  # and what its weights go through
+    yield SOURCES / "config" / "topology.py"  # so does the placement that it derives, with what weights go through
     yield SOURCES / "config" / "automatic.py"  # what a run, a check and a plan start from
     yield SOURCES / "config" / "engine.py"  # and an engine's arguments
     yield SOURCES / "config" / "rules" / "engines.py"
