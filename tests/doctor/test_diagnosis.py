@@ -160,6 +160,42 @@ def test_one_response_to_every_prompt_is_abnormal_where_it_was_not_so_in_the_fir
     assert [alarm.cause for alarm in watch_lines(SETTINGS, lines).alarms] == named
 
 
+@pytest.mark.parametrize(
+    ("coefficient", "kl", "rise", "named"),
+    [
+        (10.0, 0.003, 0.0, ["kl_dominates"]),
+        (10.0, 0.003, 0.02, []),
+        (1.0, 0.003, 0.0, []),
+        (1.0, 0.5, 0.02, ["kl_dominates"]),
+    ],
+)
+def test_a_coefficient_dominates_by_its_penalty_or_where_it_allows_no_change(coefficient, kl, rise, named):
+    """Of the last kind: ten times the spread of the advantages, and the reward does not rise."""
+    line = {"stage": "rl", "train/kl_coef": coefficient, "train/kl_ref": kl, "train/advantage_std": 1.0}
+    lines = [
+        {**line, "step": step, "rollout/reward_mean": 0.2 + rise * step, "rollout/reward_std": 0.4}
+        for step in range(1, 30)
+    ]
+    assert [alarm.name for alarm in watch_lines(SETTINGS, lines).alarms] == named
+
+
+@pytest.mark.parametrize(
+    ("gap", "entropy", "settings", "named"),
+    [
+        (0.4, 0.3, {}, ("mismatch", "tokens_misaligned")),
+        (0.4, 1.5, {}, ("mismatch", "sampler_settings_differ")),
+        (0.4, 1.5, {"top_k": 2}, ("mismatch", "truncated_sampling")),
+        (0.01, 0.3, {"top_k": 2}, ("mismatch_precision", "truncated_sampling")),
+        (0.01, 0.3, {}, ("mismatch_precision", "dtype_differs")),
+    ],
+)
+def test_what_a_gap_from_the_first_step_comes_from(gap, entropy, settings, named):
+    line = {"stage": "rl", "train/mismatch_gap": gap, "train/entropy": entropy}
+    lines = [{**line, "step": step} for step in range(1, 10)]
+    (alarm,) = watch_lines({**SETTINGS, "rollout": settings}, lines).alarms
+    assert (alarm.name, alarm.cause) == named
+
+
 @pytest.mark.parametrize(("free", "checkpoint"), [(lambda step: 0.9, 0.5), (lambda step: 50 - 1.2 * step, 0.01)])
 def test_a_disk_that_is_about_to_be_full(free, checkpoint):
     lines = [

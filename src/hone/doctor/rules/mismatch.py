@@ -36,6 +36,19 @@ def _weights_fall_behind(h: History) -> bool:
     return h.mean(GAP, 3) > 5 * first and not is_sampling_truncated(h)
 
 
+def _entropy(h: History) -> float:
+    """The mean surprise of a token; infinite where it is not logged."""
+    return math.inf if math.isnan(found := h.mean(ENTROPY, 5)) else found
+
+
+TRUNCATED_SAMPLING = Cause(
+    name="truncated_sampling",
+    what="the sampler draws from a truncated distribution (top_p, top_k, min_p) and the trainer does not.",
+    change="rollout.top_p: 1.0, rollout.top_k: 0, rollout.min_p: 0",
+    confirm="train/mismatch_ratio_mean is below 1 by about the probability that is cut off, from step 1.",
+    applies=is_sampling_truncated,
+    reads=("rollout.top_p", "rollout.top_k", "rollout.min_p"),
+)
 MISMATCH = (
     AlarmRule(
         name="mismatch",
@@ -75,22 +88,16 @@ MISMATCH = (
                 applies=is_stale,
                 reads=("rollout/staleness_mean", "algorithm.correction", KL_UPDATE),
             ),
-            Cause(
-                name="truncated_sampling",
-                what="the sampler draws from a truncated distribution (top_p, top_k, min_p) and the trainer does not.",
-                change="rollout.top_p: 1.0, rollout.top_k: 0, rollout.min_p: 0",
-                confirm="train/mismatch_ratio_mean is below 1 by about the probability that is cut off, from step 1.",
-                applies=is_sampling_truncated,
-                reads=("rollout.top_p", "rollout.top_k", "rollout.min_p"),
-            ),
+            TRUNCATED_SAMPLING,
             Cause(
                 name="tokens_misaligned",
-                what="logprobs do not belong to the tokens beside them: shifted by one, another tokenizer, another "
-                "chat template or other weights.",
+                what="logprobs differ by more than the entropy, so they do not belong to the tokens beside them: "
+                "shifted by one, another tokenizer, another chat template or other weights.",
                 change="model.tokenizer and model.chat_template: the same for engine and trainer",
                 confirm="gate.enabled: true stops such a run before its first update. A wrong temperature gives a "
                 "smaller gap that vanishes with rollout.temperature corrected.",
-                applies=lambda h: h.mean(GAP, 5) > 0.5,
+                applies=lambda h: h.mean(GAP, 5) > min(0.5, _entropy(h)),
+                reads=(ENTROPY,),
             ),
             Cause(
                 name="sampler_settings_differ",
@@ -113,6 +120,7 @@ MISMATCH = (
         ),
         silenced_by=("mismatch",),
         causes=(
+            TRUNCATED_SAMPLING,
             Cause(
                 name="dtype_differs",
                 what="the sampler computes in another precision than the trainer, or with other kernels.",

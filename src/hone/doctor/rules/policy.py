@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, outside, when
 from hone.doctor.rules.common import (
     ENTROPY,
@@ -24,6 +25,14 @@ from hone.doctor.rules.common import (
     is_rising_by_std,
     moves_far,
 )
+
+
+def _kl_dominates(h: History) -> bool:
+    spread, coefficient = h.mean("train/advantage_std", 5), h.now("train/kl_coef")
+    is_large = h.mean("train/kl_ref", 5) * coefficient > 0.3 * spread
+    is_held = coefficient > 3 * spread and h.count(REWARD) >= 20 and not is_rising_by_std(h)
+    return spread > 0 and (is_large or is_held)
+
 
 POLICY = (
     AlarmRule(
@@ -70,7 +79,7 @@ POLICY = (
             Limit(KL_UPDATE, low=2e-6),
         ),
         of=(4, 5),
-        after=8,
+        after=7,
         silenced_by=("all_wrong", "all_right", "no_signal", "truncation", "rewards_fail"),
         causes=(
             Cause(
@@ -253,11 +262,12 @@ POLICY = (
     AlarmRule(
         name="kl_dominates",
         level="optimisation",
-        pattern="the KL penalty is as large as the advantages, so the reward hardly counts",
+        pattern="the KL penalty outweighs the advantages, so the reward hardly counts",
         metrics=("train/kl_ref", "train/kl_coef", "train/advantage_std"),
         when=when(
-            "times train/kl_coef above 0.3 times train/advantage_std",
-            lambda h: h.mean("train/kl_ref", 5) * h.now("train/kl_coef") > 0.3 * h.mean("train/advantage_std", 5) > 0,
+            "times train/kl_coef above 0.3 times train/advantage_std, or train/kl_coef alone above 3 times it while "
+            "the reward has not risen by step 20",
+            _kl_dominates,
         ),
         of=(5, 5),
         after=4,
@@ -271,7 +281,9 @@ POLICY = (
                 reads=("algorithm.kl_loss_coef", "algorithm.kl_reward_coef", "rollout/reward_std"),
             ),
         ),
-        source="a coefficient of 0.1 is usual where a run does not converge (common guides); 0.3 ours",
+        source="a coefficient of 0.1 is usual where a run does not converge (common guides); the best policy under a "
+        "coefficient b is the reference times exp(advantage / b) (arXiv:2305.18290): beyond 3 standard deviations one "
+        "of them changes no probability by more than exp(1/3); limits ours",
     ),
     AlarmRule(
         name="kl_estimate_clipped",
