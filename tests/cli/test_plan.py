@@ -56,6 +56,7 @@ def test_todays_examples_fit_this_machine(name, capsys):
     assert found["model"]["parameters"] < 10_000_000
 
 
+@pytest.mark.slow("plans every preset")
 def test_a_preset_writes_a_run_file_that_plans_as_promised(run_file, capsys):
     better = run_file.with_name("better.yaml")
     words = ["train.tokens_per_microbatch=32768", "rollout.temperature=0.9"]
@@ -79,6 +80,7 @@ def test_presets_stand_side_by_side(run_file, capsys):
     assert "would change the algorithm, so not done" in text
 
 
+@pytest.mark.slow("plans every preset")
 def test_a_page_has_a_picture_of_every_device(run_file, capsys):
     page = run_file.with_name("plan.html")
     assert main(["plan", str(run_file), *GPUS, "--preset", "recommended", "--html", str(page)]) == 0

@@ -74,6 +74,7 @@ def test_a_killed_supervisor_leaves_nothing(runtime, tmp_path, capsys):
     os.waitpid(up["pid"], 0)  # `hone up` would have ended by now, and left it to init
 
 
+@pytest.mark.slow("a start of services more")
 def test_in_the_foreground_ctrl_c_stops_it(runtime, tmp_path):
     command = [sys.executable, "-m", "hone.cli.main", "up", write_file(tmp_path), "--foreground", "--name", "mine"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -36,6 +36,7 @@ def test_every_answer_is_right():
         assert is_right(row["prompt"], row["answer"]), row
 
 
+@pytest.mark.slow("reads every row of the quickstart")
 def test_every_reversed_answer_is_right():
     for row in rows("train.jsonl", QUICKSTART) + rows("test.jsonl", QUICKSTART):
         prompt = re.sub(r"\d+", lambda number: number[0][::-1], row["prompt"])

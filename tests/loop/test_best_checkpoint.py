@@ -104,9 +104,11 @@ def test_the_best_weights_are_exported_at_the_end_and_on_demand(spoiled, tmp_pat
     assert "exclude each other" in capsys.readouterr().err
 
 
-def test_every_exported_policy_says_what_ends_and_pads_a_response(spoiled, tmp_path):
-    assert main(["export", str(spoiled / "tiny.yaml"), *SPOILED, "--to", str(tmp_path / "out")]) == 0
-    for folder in (spoiled / "run" / "hf", spoiled / "run" / "hf-best", tmp_path / "out"):
+def test_every_exported_policy_says_what_ends_and_pads_a_response(tmp_path):
+    run_file = str(write_run(tmp_path, steps=1))
+    assert main(["train", run_file, BEST, "eval.every=1"]) == 0
+    assert main(["export", run_file, "--to", str(tmp_path / "out")]) == 0
+    for folder in (tmp_path / "run" / "hf", tmp_path / "run" / "hf-best", tmp_path / "out"):
         tokenizer, generation = AutoTokenizer.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
         assert generation.eos_token_id == AutoConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id
         assert generation.pad_token_id == AutoConfig.from_pretrained(folder).pad_token_id == tokenizer.pad_token_id
@@ -127,6 +129,7 @@ def test_a_torn_best_checkpoint_is_found_at_once_and_set_aside(tmp_path):
     assert checkpoints.newest().progress.step == 2
 
 
+@pytest.mark.slow("a whole run")
 def test_a_resumed_run_knows_the_best_step(spoiled, tmp_path):
     shutil.copytree(spoiled, tmp_path, dirs_exist_ok=True)
     run_file = tmp_path / "tiny.yaml"

@@ -107,7 +107,9 @@ def test_the_report_shows_the_plan_moment_by_moment(unfailed):
     assert script_json(picture) in (unfailed / "report.html").read_text()
 
 
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize(
+    "site", [pytest.param(site, marks=pytest.mark.slow("a run more")) if n else site for n, site in enumerate(SITES)]
+)
 def test_a_run_that_fails_once_learns_the_same(tmp_path, monkeypatch, unfailed, site):
     owner, name, phase, stage = SITES[site]
     calls = fails(monkeypatch, owner, name, 2 if name != "hf_folder" else 1)

@@ -74,9 +74,10 @@ ROWS = {
     ],
     "bypass": ["algorithm.old_logprobs=sampler", "rollout.max_staleness=1", "algorithm.truncated_reward_factor=0.5"],
 }
+MORE = pytest.mark.slow("a run for each row")
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [name if name == "stale" else pytest.param(name, marks=MORE) for name in ROWS])
 def test_a_row_runs_and_only_stale_samples_are_corrected(tmp_path, name):
     assert train(tmp_path, settings=ROWS[name], steps=2) == 0
     last = [line for line in metrics_of(tmp_path) if "train/loss" in line][-1]

@@ -57,6 +57,7 @@ def test_a_reward_model_is_trained_and_then_rewards_a_policy(tmp_path):
     assert second["reward/reward_model_std"] > 0 and "reward/exact_mean" in second
 
 
+@pytest.mark.slow("a run of an example")
 def test_conversations_are_imitated(tmp_path):
     settings = [*QUICK, f"run.dir={tmp_path}/chat", "sft.rows=0:256", "sft.epochs=1", "sft.optimizer.warmup_steps=1"]
     assemble.train(load_config(EXAMPLES / "sft-chat" / "run.yaml", settings))

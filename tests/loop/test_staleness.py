@@ -8,12 +8,14 @@ from fakes import EarlyBuffer, fake_run, run_virtually
 from hone.errors import EngineError
 from hone.loop import policy
 
+MORE = pytest.mark.slow("fifteen runs for each bound")
+
 
 def staleness_seen(run):
     return max(values["rollout/staleness_max"] for _, _, values in run.observer.rows)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("max_staleness", [0, 1, pytest.param(2, marks=MORE), pytest.param(4, marks=MORE)])
 def test_slow_engines_and_dropped_groups_never_break_the_bound(max_staleness):
     worst = 0
     for seed in range(15):

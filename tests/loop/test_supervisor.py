@@ -80,6 +80,7 @@ def test_a_run_whose_trainer_dies_ends_as_one_whose_trainer_lives(dying, uninter
     assert "trainer rank 1 died. Started again in" in log
 
 
+@pytest.mark.slow("a run more")
 def test_one_death_too_many_ends_the_run_and_leaves_its_checkpoint(dying, uninterrupted, tmp_path, capsys):
     dying["update"] = 4
     run_file = str(write_run(tmp_path, steps=6, save_every=2))

@@ -36,6 +36,7 @@ CASES = [
     pytest.param(name, marks=() if name == "small vocabulary" else pytest.mark.slow("trains a larger model"))
     for name in ARCHITECTURES
 ]
+MORE = pytest.mark.slow("an update and a logprob pass for each way of checkpointing")
 PROMPTS, GROUP, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 4, 64, 64
 
 
@@ -72,8 +73,11 @@ def random_batch(vocab):
     )
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full", 2])
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=MORE), "bfloat16"])
+@pytest.mark.parametrize(
+    "checkpointing",
+    [pytest.param("none", marks=MORE), "selective", pytest.param("full", marks=MORE), pytest.param(2, marks=MORE)],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision):
     model, arch = built(name)

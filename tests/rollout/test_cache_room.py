@@ -36,6 +36,9 @@ def same(found, expected):
     return True
 
 
+MORE = pytest.mark.slow("more of the same samples in other caches")
+
+
 @pytest.fixture
 def watched(monkeypatch):
     """Samples that left a row, and most tokens that were laid out, of the engines of a test."""
@@ -55,7 +58,7 @@ def watched(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("tokens", [70, 90, 240])
+@pytest.mark.parametrize("tokens", [70, pytest.param(90, marks=MORE), pytest.param(240, marks=MORE)])
 def test_samples_are_the_same_in_a_cache_of_any_size(tokens, watched):
     model, asked = tiny_model(), requests()
     expected = generate(model, asked, eos_ids=())
@@ -66,6 +69,7 @@ def test_samples_are_the_same_in_a_cache_of_any_size(tokens, watched):
     assert watched["left"]
 
 
+@MORE
 def test_ragged_samples_with_stops_are_the_same(watched):
     model = tiny_model()
     asked = [

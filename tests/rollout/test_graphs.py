@@ -81,6 +81,7 @@ def test_samples_are_the_same_with_graphs(architecture, watched):
     assert graphs.counts["replayed"] > 10 and graphs.counts["recorded"] > 5
 
 
+@pytest.mark.slow("decodes the same samples in two caches")
 def test_samples_are_the_same_where_the_cache_runs_out(watched):
     """Then sizes are not rounded up, and rows leave and come back."""
     model, room = tiny_model(), CacheRoom(20, 50, prompts=8, samples=32, most_tokens=150)

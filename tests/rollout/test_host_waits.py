@@ -69,6 +69,7 @@ def test_a_step_waits_for_its_device_once(sampling):
     assert {tuple(step.items()) for step in steps} == {(("cpu", 1),)}
 
 
+@pytest.mark.slow("decodes long samples in a small cache")
 def test_samples_that_leave_and_come_back_wait_for_nothing_more():
     asked = [request(p, index=i, samples=6, max_tokens=60) for i, p in enumerate(random_prompts(4))]
     steps, scheduler = counted(tiny_model(), asked, CacheRoom(20, 60, prompts=8, samples=32, most_tokens=250))

@@ -112,7 +112,7 @@ def state_of(learner):
 
 
 @pytest.mark.parametrize(
-    "points", [5, pytest.param(40, marks=pytest.mark.slow("an update for each failing allocation"))]
+    "points", [3, pytest.param(40, marks=pytest.mark.slow("an update for each failing allocation"))]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failure_at_any_allocation_leaves_the_same_weights(kind, points):

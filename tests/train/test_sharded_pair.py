@@ -41,7 +41,7 @@ MORE = pytest.mark.slow("more of the same on two ranks")
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case(updates=5), id="five updates"),
+        pytest.param(Case(updates=5), id="five updates", marks=MORE),
         pytest.param(Case(precision="float32"), id="float32", marks=MORE),
         pytest.param(
             Case(implementation="transformers", updates=2, tokens_per_microbatch=40), id="transformers", marks=MORE
