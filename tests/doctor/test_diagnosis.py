@@ -196,6 +196,25 @@ def test_what_a_gap_from_the_first_step_comes_from(gap, entropy, settings, named
     assert (alarm.name, alarm.cause) == named
 
 
+@pytest.mark.parametrize(("answer", "cause"), [(6.0, "limit_too_low"), (3.0, "no_end_token")])
+def test_where_every_response_is_cut_the_length_of_the_answers_says_why(answer, cause):
+    line = {"stage": "rl", "rollout/truncated_frac": 1.0}
+    lines = [
+        {**line, "step": step} | ({"rollout/answer_tokens_mean": answer} if step == 1 else {}) for step in range(1, 9)
+    ]
+    (alarm,) = watch_lines({**SETTINGS, "rollout": {"max_response_tokens": 4}}, lines).alarms
+    assert (alarm.name, alarm.cause) == ("truncation", cause)
+
+
+def test_one_component_of_several_that_pays_length_is_seen_where_short_answers_hide_it():
+    """Over all samples reward and length do not go together; with one component alone the same is no alarm."""
+    line = {"stage": "rl", "rollout/length_reward_corr": -0.1, "reward/judge_length_corr": 0.8}
+    lines = [{**line, "step": step, "rollout/response_tokens_mean": 5.0 + 0.2 * step} for step in range(1, 30)]
+    assert not watch_lines(SETTINGS, lines).alarms
+    (alarm,) = watch_lines(SETTINGS, [{**line, "reward/exact_length_corr": -0.2} for line in lines]).alarms
+    assert (alarm.name, alarm.cause) == ("reward_pays_length", "reward_pays_length")
+
+
 @pytest.mark.parametrize(("free", "checkpoint"), [(lambda step: 0.9, 0.5), (lambda step: 50 - 1.2 * step, 0.01)])
 def test_a_disk_that_is_about_to_be_full(free, checkpoint):
     lines = [

@@ -20,7 +20,7 @@ def test_surprise_is_one_for_a_guess_and_by_hand_otherwise():
     prompts = [Prompt("p", i, "", (7,), answer=i) for i in range(3)]
     answers = Answers(lambda some: [[prompt.answer, 5] for prompt in some], vocab_size=8)
     found = answers.surprise(trainer(lambda token: -math.log(8)), prompts)
-    assert found == {"rollout/answer_surprise": pytest.approx(1.0)}
+    assert found == {"rollout/answer_surprise": pytest.approx(1.0), "rollout/answer_tokens_mean": 2.0}
     found = answers.surprise(trainer(lambda token: -math.log(8) if token == 5 else 0.0), prompts)
     assert found["rollout/answer_surprise"] == pytest.approx(0.5)
 

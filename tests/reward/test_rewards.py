@@ -1,5 +1,6 @@
 import asyncio
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -179,6 +180,21 @@ def test_variance_share_is_of_scored_samples_and_left_out_where_nothing_varies(m
     found = shares(make_group, weights, {"a": [0, 1, 5], "b": [0, 0, None], "watched": [1, 2, 3]})
     assert found == {"a": pytest.approx(1.0), "b": pytest.approx(0.0)}
     assert shares(make_group, weights, {"a": [1, 1], "b": [0, 0], "watched": [1, 2]}) == {}
+
+
+def test_length_correlation_is_of_the_weighted_score_and_left_out_without_spread(make_group):
+    """Lengths 1, 2, 3 and scores 0, 1, 5: covariance 5/3, variances 2/3 and 14/3."""
+    group = make_group("a", "bb", "ccc")
+    samples = [
+        replace(sample, token_ids=(1,) * n, sampler_logprobs=(-1.0,) * n, versions=(VersionSpan(0, n),))
+        for n, sample in enumerate(group.samples, start=1)
+    ]
+    scores = {"a": (0.0, 1.0, 5.0), "same": (1.0, 1.0, 1.0), "watched": (0.0, 1.0, 5.0)}
+    typed = {name: tuple(map(Score, values)) for name, values in scores.items()}
+    scored = replace(group, samples=tuple(samples)).scored(typed, (0.0, 1.0, 5.0))
+    found = component_metrics([scored], {"a": -2.0, "same": 1.0, "watched": 0.0})
+    assert found["reward/a_length_corr"] == pytest.approx(-5 / 3 / math.sqrt(2 / 3 * 14 / 3))
+    assert not {"reward/same_length_corr", "reward/watched_length_corr"} & set(found)
 
 
 @given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=2, max_size=9), st.floats(-3, 3))

@@ -39,12 +39,15 @@ class Answers:
     text: Callable[[Any], str] | None = None
 
     def surprise(self, trainer: Trainer, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """`rollout/answer_surprise` over the first prompts; nothing where none has an answer."""
+        """`rollout/answer_surprise` and their length, over the first prompts; nothing where none has an answer."""
         answers = self._of(prompts)
         if not answers:
             return {}
         batch = collate([_group(prompt, ids) for prompt, ids in answers])
-        return {"rollout/answer_surprise": -float(trainer.logprobs(batch).mean()) / math.log(self.vocab_size)}
+        return {
+            "rollout/answer_surprise": -float(trainer.logprobs(batch).mean()) / math.log(self.vocab_size),
+            "rollout/answer_tokens_mean": sum(len(ids) for _, ids in answers) / len(answers),
+        }
 
     async def judged(self, rewards: Rewards, prompts: Sequence[Prompt], *, threshold: float) -> dict[str, float]:
         """`rollout/answer_pass_rate` over the first prompts; nothing where no answer was scored."""

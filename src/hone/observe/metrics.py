@@ -66,6 +66,9 @@ METRICS: dict[str, Metric] = {
         "Negative logprob per token of the data's answers, as responses of the policy before its first update, over "
         "the logarithm of the vocabulary's size: 1 is a guess. First step only.",
     ),
+    "rollout/answer_tokens_mean": Metric(
+        "tokens", "Mean length of the data's answers as responses, end token included. First step only."
+    ),
     "rollout/answer_pass_rate": Metric(
         "fraction",
         "The data's answers, as responses, whose reward reaches eval.threshold. First step only; not logged where a "
@@ -125,6 +128,10 @@ METRICS: dict[str, Metric] = {
     "reward/<component>_max": Metric("score", "Largest score of the component."),
     "reward/<component>_zero_std_group_frac": Metric(
         "fraction", "Groups in which all samples have the same score from the component."
+    ),
+    "reward/<component>_length_corr": Metric(
+        "correlation",
+        "Correlation of the weighted score and the response's length in tokens; without a weight or spread not logged.",
     ),
     "reward/<component>_variance_share": Metric(
         "fraction",

@@ -404,14 +404,17 @@ def component_metrics(groups: Sequence[Group], weights: Mapping[str, float] = Ma
 
     `_zero_std_group_frac` is over groups with two scores or more: those in which all of its scores are equal.
     `_variance_share` is cov(weight * score, reward) / var(reward) over the samples with a reward. The shares sum to 1;
-    one below 0 is of a component that works against the others. A component without a weight has none.
+    one below 0 is of a component that works against the others. `_length_corr` is the correlation of the weighted score
+    and the response's length in tokens. A component without a weight has neither.
     A component's own metrics (`Score.metrics`) follow as `reward/<component>_<part>_*`, mean and that.
     """
     metrics: dict[str, float] = {}
     for name in groups[0].scores if groups else ():
         per_group = [group.scores[name] for group in groups]
         metrics |= {f"reward/{name}_{key}": value for key, value in _statistics(per_group).items()}
-        metrics |= {f"reward/{name}_{key}": value for key, value in _variance_share(groups, name, weights).items()}
+        if weight := weights.get(name, 0.0):
+            weighted = _variance_share(groups, name, weight) | _length_correlation(groups, name, weight)
+            metrics |= {f"reward/{name}_{key}": value for key, value in weighted.items()}
         for part in dict.fromkeys(part for scores in per_group for score in scores for part in score.metrics):
             values = [[score.metrics[part] for score in scores if part in score.metrics] for scores in per_group]
             metrics[f"reward/{name}_{part}_mean"] = _mean([value for group in values for value in group])
@@ -434,21 +437,40 @@ def _statistics(per_group: Sequence[Sequence[Score]]) -> dict[str, float]:
     return found | _silent_groups(values)
 
 
-def _variance_share(groups: Sequence[Group], name: str, weights: Mapping[str, float]) -> dict[str, float]:
-    weight = weights.get(name, 0.0)
+def _variance_share(groups: Sequence[Group], name: str, weight: float) -> dict[str, float]:
     pairs = [
         (weight * score.value, reward)
         for group in groups
         for score, reward in zip(group.scores[name], group.rewards, strict=True)
-        if weight and reward is not None and score.value is not None
+        if reward is not None and score.value is not None
     ]
     if not pairs:
         return {}
-    mean_part, mean = _mean([part for part, _ in pairs]), _mean([reward for _, reward in pairs])
-    variance = _mean([(reward - mean) ** 2 for _, reward in pairs])
-    if variance == 0:
+    covariance, _, variance = _covariance(pairs)
+    return {"variance_share": covariance / variance} if variance else {}
+
+
+def _length_correlation(groups: Sequence[Group], name: str, weight: float) -> dict[str, float]:
+    pairs = [
+        (weight * score.value, len(sample.token_ids))
+        for group in groups
+        for score, sample in zip(group.scores[name], group.samples, strict=True)
+        if score.value is not None
+    ]
+    if not pairs:
         return {}
-    return {"variance_share": _mean([(part - mean_part) * (reward - mean) for part, reward in pairs]) / variance}
+    covariance, *variances = _covariance(pairs)
+    return {"length_corr": covariance / math.sqrt(math.prod(variances))} if all(variances) else {}
+
+
+def _covariance(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Of the pairs' two values, and the variance of each."""
+    mean_a, mean_b = _mean([a for a, _ in pairs]), _mean([b for _, b in pairs])
+    return (
+        _mean([(a - mean_a) * (b - mean_b) for a, b in pairs]),
+        _mean([(a - mean_a) ** 2 for a, _ in pairs]),
+        _mean([(b - mean_b) ** 2 for _, b in pairs]),
+    )
 
 
 def _silent_groups(values: Sequence[Sequence[float]]) -> dict[str, float]:

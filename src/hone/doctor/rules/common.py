@@ -26,8 +26,13 @@ LENGTH, TRUNCATED, CORRELATION = (
     "rollout/length_reward_corr",
 )
 EMPTY, SHARED = "rollout/empty_frac", "rollout/shared_response_frac"
+OF_COMPONENTS = "reward/<component>_length_corr"
 ENTROPY, NORM = "train/entropy", "train/grad_norm"
-SURPRISE, ANSWERS_PASS = "rollout/answer_surprise", "rollout/answer_pass_rate"
+SURPRISE, ANSWERS_PASS, ANSWER_TOKENS = (
+    "rollout/answer_surprise",
+    "rollout/answer_pass_rate",
+    "rollout/answer_tokens_mean",
+)
 NOISE_METRICS, NOISE_STEPS = ("train/gradient_signal", "train/gradient_noise"), 50
 """What the noise scale is made of, and the steps that both are averaged over."""
 
@@ -111,6 +116,14 @@ WEIGHT_DECAY_TOO_LARGE = Cause(
     applies=lambda h: h.number("train.optimizer.weight_decay") * h.number("train.optimizer.lr") > 1e-3,
     reads=("train.optimizer.weight_decay", "train.optimizer.lr"),
 )
+
+
+def pays_length(h: History, limit: float) -> bool:
+    """Longer responses earn more, on average of ten: a correlation above `limit` over all samples, or above 0.5 for one
+    component of several, which prompts with short answers can hide in the whole."""
+    components = h.names(OF_COMPONENTS)
+    of_one = len(components) > 1 and any(h.mean(name, 10) > 0.5 for name in components)
+    return h.mean(CORRELATION, 10) > limit or of_one
 
 
 def is_rising_by_std(h: History) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, Limit, above, when
 from hone.doctor.rules.common import (
+    ANSWER_TOKENS,
     ANSWERS_PASS,
     CORRELATION,
     EMPTY,
@@ -14,6 +15,7 @@ from hone.doctor.rules.common import (
     LENGTH,
     LOWER_LR,
     MILES,
+    OF_COMPONENTS,
     OURS,
     PASS,
     PROMPTS_UNLIKE_TRAINING,
@@ -25,6 +27,7 @@ from hone.doctor.rules.common import (
     TRUNCATED,
     WEIGHT_DECAY_TOO_LARGE,
     WRONG,
+    pays_length,
     was_above_from_the_start,
 )
 
@@ -207,6 +210,14 @@ DATA = (
         causes=(
             PROMPTS_UNLIKE_TRAINING,
             Cause(
+                name="limit_too_low",
+                what="the data's own answers, of the first step's prompts, are longer than the limit.",
+                change="rollout.max_response_tokens: larger than the longest answer",
+                confirm="rollout/answer_tokens_mean is above rollout.max_response_tokens.",
+                applies=lambda h: h.first(ANSWER_TOKENS) > h.number("rollout.max_response_tokens"),
+                reads=(ANSWER_TOKENS, "rollout.max_response_tokens"),
+            ),
+            Cause(
                 name="no_end_token",
                 what="almost no response ends by itself: the model never writes its end-of-sequence token, or the "
                 "engine does not know it.",
@@ -222,8 +233,8 @@ DATA = (
                 change="reward.components: a lower weight for the component that prefers length",
                 confirm="reward/<component>_variance_share names the component. If its correlation with length is 0, "
                 "responses grow for another reason.",
-                applies=lambda h: h.first(TRUNCATED) < 0.15 and h.mean(CORRELATION, 20) > 0.1,
-                reads=(CORRELATION, "reward/<component>_variance_share"),
+                applies=lambda h: h.first(TRUNCATED) < 0.15 and pays_length(h, 0.1),
+                reads=(CORRELATION, OF_COMPONENTS, "reward/<component>_variance_share"),
             ),
             ENTROPY_BONUS_TOO_LARGE,
             Cause(

@@ -28,10 +28,12 @@ def _one_engine_differs(h: History) -> bool:
 
 def _weights_fall_behind(h: History) -> bool:
     """The gap has grown fivefold although no sample is old; or it is ten times what as many updates as the samples are
-    old move the policy by (a KL grows at most with the square of their number)."""
+    old move the policy by (a KL grows at most with the square of their number). Of the last ten measured updates the
+    largest counts: they are measured on few prompts, every tenth step, and the learning rate may have risen since."""
     if is_stale(h):
         age = h.mean("rollout/staleness_mean", 10)
-        return h.mean("train/mismatch_kl", 3) > 10 * max(age, 1) ** 2 * h.mean(KL_UPDATE, 10)
+        largest = max(h.recent(KL_UPDATE, 10), default=math.nan)
+        return h.mean("train/mismatch_kl", 3) > 10 * max(age, 1) ** 2 * largest
     first = h.base(GAP) if h.count(GAP) > 10 else h.ago(GAP, h.count(GAP) - 1)
     return h.mean(GAP, 3) > 5 * first and not is_sampling_truncated(h)
 

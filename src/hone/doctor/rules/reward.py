@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, when
-from hone.doctor.rules.common import CORRELATION, LENGTH, OURS, REWARD, is_flat
+from hone.doctor.rules.common import CORRELATION, LENGTH, OF_COMPONENTS, OURS, REWARD, is_flat, pays_length
 
 REWARDS = (
     AlarmRule(
         name="reward_pays_length",
         level="data",
         pattern="longer responses earn more, and responses grow",
-        metrics=(CORRELATION, LENGTH),
+        metrics=(CORRELATION, LENGTH, OF_COMPONENTS),
         when=when(
-            "above 0.3 on average of ten, with responses 1.2 times as long as in the first step",
-            lambda h: h.mean(CORRELATION, 10) > 0.3 and h.mean(LENGTH, 5) > 1.2 * h.first(LENGTH),
+            "above 0.3 on average of ten, or above 0.5 for one component of several, with responses 1.2 times as long "
+            "as in the first step",
+            lambda h: pays_length(h, 0.3) and h.mean(LENGTH, 5) > 1.2 * h.first(LENGTH),
         ),
         of=(5, 10),
         after=8,
@@ -23,7 +24,7 @@ REWARDS = (
                 name="reward_pays_length",
                 what="the reward rises with length: a component (a judge, often) prefers long responses.",
                 change="reward.components: a lower weight for it; algorithm.overlong_buffer_frac: 0.2",
-                confirm="reward/<component>_variance_share names the component. If right answers themselves need more "
+                confirm="reward/<component>_length_corr names the component. If right answers themselves need more "
                 "tokens (rollout/right_tokens_mean above wrong_tokens_mean and eval/accuracy rising), it is healthy.",
                 reads=("reward/<component>_variance_share", "rollout/right_tokens_mean", "rollout/wrong_tokens_mean"),
             ),
