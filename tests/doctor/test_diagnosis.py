@@ -124,6 +124,14 @@ def test_a_random_reward_is_as_high_for_one_prompt_as_for_another(between, names
     assert [a.name for a in watch_lines(SETTINGS, [{**line, "step": step} for step in range(1, 60)]).alarms] == names
 
 
+def test_empty_responses_of_a_policy_that_cannot_read_its_prompts_are_not_almost_all():
+    for empty, cause in ((0.6, "prompts_unlike_training"), (0.9, "prompt_ends_the_response")):
+        lines = [{"stage": "rl", "step": step, "rollout/empty_frac": empty} for step in range(1, 9)]
+        lines[0]["rollout/answer_surprise"] = 1.5
+        (alarm,) = watch_lines(SETTINGS, lines).alarms
+        assert (alarm.name, alarm.cause) == ("responses_empty", cause)
+
+
 @pytest.mark.parametrize(
     ("empty", "corr", "named"),
     [
@@ -147,7 +155,7 @@ def test_empty_responses_from_the_start_are_told_from_those_that_became_empty(em
         (0.1, 0.9, 0.05, ["reward_exploited"]),
         (0.1, 0.9, 0.0, ["policy_degenerates"]),
         (0.9, 1.0, 0.05, []),
-        (0.1, 0.4, 0.05, []),
+        (0.1, 0.3, 0.05, []),
     ],
 )
 def test_one_response_to_every_prompt_is_abnormal_where_it_was_not_so_in_the_first_step(first, last, rise, named):

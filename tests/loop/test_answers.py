@@ -40,6 +40,25 @@ def test_only_answers_that_can_be_written_count_and_only_some_of_them():
     assert len(asked) == NUM_PROMPTS
 
 
+def test_of_answers_beyond_the_limit_only_the_length_counts(tmp_path):
+    """Lengths 1, 2, 3 with a limit of 2: the third is neither measured nor scored."""
+
+    class Known:
+        async def score(self, group):
+            return (Score(float(len(group.samples[0].token_ids))),)
+
+    prompts = [Prompt("p", i, "", (7,), answer=i) for i in range(1, 4)]
+    answers = Answers(lambda some: [[5] * p.answer for p in some], 8, str, limit_tokens=2)
+    guess = trainer(lambda token: -math.log(8))
+    found = answers.surprise(guess, prompts)
+    assert found == {"rollout/answer_surprise": pytest.approx(1.0), "rollout/answer_tokens_mean": 2.0}
+    assert answers.surprise(guess, prompts[2:]) == {"rollout/answer_tokens_mean": 3.0}
+    pool = RewardPool(num_workers=1, folder=tmp_path)
+    rewards = Rewards([Component("known", 1.0, Known())], RewardSection(), window_samples=10, pool=pool)
+    judged = asyncio.run(answers.judged(rewards, prompts, threshold=2.0))
+    assert judged == {"rollout/answer_pass_rate": 0.5}
+
+
 def test_answers_are_scored_as_the_responses_that_rewards_expect(tmp_path):
     """Of the answers that can be written, those in the reward's own form; a reward that says nothing counts nowhere."""
 

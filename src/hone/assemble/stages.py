@@ -405,15 +405,15 @@ def answers_of(job: Job) -> Answers | None:
     config, tokenizer = job.config, job.tokenizer
     if not has_answers(config):
         return None
-    gold, most = gold_response(config.reward.components), config.rollout.max_response_tokens
+    gold = gold_response(config.reward.components)
 
     def encode(prompts: Sequence[Prompt]) -> list[Sequence[int]]:
         texts = [gold(prompt.answer) for prompt in prompts]
         tokens, unwritable = token_ids(tokenizer, texts)
-        found = [() if text in unwritable else tokens[text] for text in texts]
-        return [ids if len(ids) <= most else () for ids in found]
+        return [() if text in unwritable else tokens[text] for text in texts]
 
-    return Answers(encode, tokenizer.vocab_size, gold if is_decided_by_answer(config) else None)
+    text = gold if is_decided_by_answer(config) else None
+    return Answers(encode, tokenizer.vocab_size, text, config.rollout.max_response_tokens)
 
 
 def begin_stage(job: Job, stage: Stage, saved: SavedCheckpoint | None, predict: Predict | None = None) -> Progress:

@@ -32,36 +32,42 @@ class Answers:
         vocab_size: of the tokenizer.
         text: writes an answer as the response that the rewards expect; None where the answer alone does not decide
             its reward.
+        limit_tokens: longer answers are no responses of the run; only their length counts.
     """
 
     encode: Callable[[Sequence[Prompt]], Sequence[Sequence[int]]]
     vocab_size: int
     text: Callable[[Any], str] | None = None
+    limit_tokens: float = math.inf
 
     def surprise(self, trainer: Trainer, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """`rollout/answer_surprise` and their length, over the first prompts; nothing where none has an answer."""
-        answers = self._of(prompts)
-        if not answers:
+        """`rollout/answer_surprise` and `rollout/answer_tokens_mean` over the first prompts that have answers."""
+        written = self._written(prompts)
+        if not written:
             return {}
-        batch = collate([_group(prompt, ids) for prompt, ids in answers])
-        return {
-            "rollout/answer_surprise": -float(trainer.logprobs(batch).mean()) / math.log(self.vocab_size),
-            "rollout/answer_tokens_mean": sum(len(ids) for _, ids in answers) / len(answers),
-        }
+        found = {"rollout/answer_tokens_mean": sum(len(ids) for _, ids in written) / len(written)}
+        if answers := self._within_limit(written):
+            batch = collate([_group(prompt, ids) for prompt, ids in answers])
+            found["rollout/answer_surprise"] = -float(trainer.logprobs(batch).mean()) / math.log(self.vocab_size)
+        return found
 
     async def judged(self, rewards: Rewards, prompts: Sequence[Prompt], *, threshold: float) -> dict[str, float]:
         """`rollout/answer_pass_rate` over the first prompts; nothing where no answer was scored."""
         if self.text is None:
             return {}
-        groups = [_group(prompt, ids, self.text(prompt.answer)) for prompt, ids in self._of(prompts)]
+        answers = self._within_limit(self._written(prompts))
+        groups = [_group(prompt, ids, self.text(prompt.answer)) for prompt, ids in answers]
         scored = [reward for group in await asyncio.gather(*map(rewards.try_on, groups)) for reward in group.rewards]
         passed = [reward >= threshold for reward in scored if reward is not None]
         return {"rollout/answer_pass_rate": sum(passed) / len(passed)} if passed else {}
 
-    def _of(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, Sequence[int]]]:
+    def _written(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, Sequence[int]]]:
         """The first prompts whose answers can be written, with the answers' token ids."""
         few = [prompt for prompt in prompts if prompt.answer is not None][:NUM_PROMPTS]
         return [(prompt, ids) for prompt, ids in zip(few, self.encode(few), strict=True) if len(ids)]
+
+    def _within_limit(self, written: list[tuple[Prompt, Sequence[int]]]) -> list[tuple[Prompt, Sequence[int]]]:
+        return [(prompt, ids) for prompt, ids in written if len(ids) <= self.limit_tokens]
 
 
 def _group(prompt: Prompt, ids: Sequence[int], text: str = "") -> Group:

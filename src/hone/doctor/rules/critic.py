@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from hone.doctor.rule import AlarmRule, Cause, above, below, either, grows
+from hone.doctor.history import History
+from hone.doctor.rule import AlarmRule, Cause, above, below, either, grows, when
 from hone.doctor.rules.common import USUAL
+
+
+def _is_worse_than_nothing(h: History) -> bool:
+    """The loss, half of the mean squared error, is above four times that of a critic which says 0 of everything."""
+    square = h.mean("rollout/reward_mean", 5) ** 2 + h.mean("rollout/reward_std", 5) ** 2
+    return h.mean("critic/loss", 5) > 2 * square > 0
+
 
 CRITIC = (
     AlarmRule(
@@ -40,7 +48,11 @@ CRITIC = (
         level="optimisation",
         pattern="the critic's loss is far above its usual value",
         metrics=("critic/loss",),
-        when=either(above("critic/loss", 10), grows("critic/loss", 5, mean=5)),
+        when=either(
+            above("critic/loss", 10),
+            grows("critic/loss", 5, mean=5),
+            when("above twice the mean square of the reward, on average of five", _is_worse_than_nothing),
+        ),
         of=(3, 10),
         after=1,
         silenced_by=("critic_useless", "mismatch"),
@@ -61,7 +73,7 @@ CRITIC = (
                 reads=("critic.optimizer.lr",),
             ),
         ),
-        source=f"value loss 0 to 10: {USUAL}",
+        source=f"value loss 0 to 10: {USUAL}; relative to the reward ours",
     ),
     AlarmRule(
         name="critic_clipped",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, Limit, above, when
 from hone.doctor.rules.common import (
@@ -49,6 +51,23 @@ ANSWERS_LEAK = Cause(
     confirm="Read three training prompts in samples/. If no answer is in them, compare how evaluation rows differ.",
     applies=lambda h: was_above_from_the_start(h, PASS, 0.5) and h.mean(PASS, 10) - h.now(EVAL) > 0.3,
     reads=(EVAL,),
+)
+
+
+def _was_empty(h: History) -> bool:
+    return was_above_from_the_start(h, EMPTY, 0.25) and h.first(EMPTY) > 0.1
+
+
+ENDED_PROMPT = Cause(
+    name="prompt_ends_the_response",
+    what="responses are empty from the start: the prompt holds its answer or the end of the turn already, "
+    "or a stop string or end token matches at once.",
+    change="data.template, model.chat_template: the prompt alone, open for an answer; rollout.stop, "
+    "rollout.stop_token_ids",
+    confirm="Read three prompts in samples/ to their last token. If they are open for an answer, see what "
+    "the first token of the responses is. A policy that cannot read its prompts leaves some empty, not almost all.",
+    applies=_was_empty,
+    reads=("rollout.max_response_tokens",),
 )
 DATA = (
     AlarmRule(
@@ -264,17 +283,9 @@ DATA = (
         when=above(EMPTY, 0.25),
         silenced_by=("mismatch", "update_too_large", "accuracy_lost"),
         causes=(
-            Cause(
-                name="prompt_ends_the_response",
-                what="responses are empty from the start: the prompt holds its answer or the end of the turn already, "
-                "or a stop string or end token matches at once.",
-                change="data.template, model.chat_template: the prompt alone, open for an answer; rollout.stop, "
-                "rollout.stop_token_ids",
-                confirm="Read three prompts in samples/ to their last token. If they are open for an answer, see what "
-                "the first token of the responses is.",
-                applies=lambda h: was_above_from_the_start(h, EMPTY, 0.25) and h.first(EMPTY) > 0.1,
-                reads=("rollout.max_response_tokens",),
-            ),
+            replace(ENDED_PROMPT, applies=lambda h: h.mean(EMPTY, 5) > 0.8 and _was_empty(h)),
+            PROMPTS_UNLIKE_TRAINING,
+            ENDED_PROMPT,
             Cause(
                 name="length_punished",
                 what="responses have become empty, because short ones earn more.",
@@ -299,12 +310,12 @@ DATA = (
         pattern="more and more prompts get the same response",
         metrics=(SHARED, REWARD),
         when=when(
-            "above 0.5 on average of five, and 0.3 above its first value",
-            lambda h: h.mean(SHARED, 5) > max(0.5, h.first(SHARED) + 0.3),
-            Limit(SHARED, high=0.5),
+            "above 0.35 and twice its first value, on average of ten",
+            lambda h: h.mean(SHARED, 10) > max(0.35, 2 * h.first(SHARED)),
+            Limit(SHARED, high=0.35),
         ),
         of=(4, 5),
-        after=8,
+        after=9,
         silenced_by=("responses_empty", "mismatch", "update_too_large", "accuracy_lost", "prompts_repeat"),
         causes=(
             Cause(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, outside, when
 from hone.doctor.rules.common import (
@@ -34,6 +36,21 @@ def _kl_dominates(h: History) -> bool:
     return spread > 0 and (is_large or is_held)
 
 
+KL_COEFFICIENT_VANISHED = Cause(
+    name="kl_coefficient_vanished",
+    what="the adaptive KL coefficient has fallen to nearly 0.",
+    change="algorithm.kl_target: within reach, and its unit (algorithm.kl_target_unit)",
+    confirm="train/kl_coef fell before train/kl_ref rose.",
+    applies=lambda h: h.now("train/kl_coef") < 0.1 * h.first("train/kl_coef"),
+    reads=("algorithm.kl_target",),
+)
+DRIFT = Cause(
+    name="drift_without_gain",
+    what="the policy drifts from the reference and the reward does not rise.",
+    change=LOWER_LR + "; algorithm.kl_loss_coef: larger",
+    confirm="With a tenth of the learning rate the KL at the same reward is smaller.",
+    reads=(REWARD, "train.optimizer.lr"),
+)
 POLICY = (
     AlarmRule(
         name="update_too_large",
@@ -241,21 +258,8 @@ POLICY = (
         after=20,
         silenced_by=("mismatch", "update_too_large", "entropy_explosion", "critic_loss"),
         causes=(
-            Cause(
-                name="kl_coefficient_vanished",
-                what="the adaptive KL coefficient has fallen to nearly 0.",
-                change="algorithm.kl_target: within reach, and its unit (algorithm.kl_target_unit)",
-                confirm="train/kl_coef fell before train/kl_ref rose.",
-                applies=lambda h: h.now("train/kl_coef") < 0.1 * h.base("train/kl_coef"),
-                reads=("algorithm.kl_target",),
-            ),
-            Cause(
-                name="drift_without_gain",
-                what="the policy drifts from the reference and the reward does not rise.",
-                change=LOWER_LR + "; algorithm.kl_loss_coef: larger",
-                confirm="With a tenth of the learning rate the KL at the same reward is smaller.",
-                reads=(REWARD, "train.optimizer.lr"),
-            ),
+            KL_COEFFICIENT_VANISHED,
+            DRIFT,
         ),
         source=f"up to 0.5: {USUAL}; open-r1 issue 257; 1 ours, because healthy runs of small models reach 0.8",
     ),
@@ -293,6 +297,8 @@ POLICY = (
         when=above("train/kl_clipped_frac", 0.01),
         silenced_by=("mismatch", "kl_high", "update_too_large"),
         causes=(
+            KL_COEFFICIENT_VANISHED,
+            replace(DRIFT, applies=lambda h: h.mean("train/kl_ref", 5) > 0.5 and not is_rising_by_std(h)),
             Cause(
                 name="reference_differs",
                 what="some tokens are far likelier in one of policy and reference.",
