@@ -1,8 +1,8 @@
-"""Rules on the metrics of real small runs with one planted fault each, and of a healthy one.
+"""Rules on the metrics of real small runs with one planted fault each, and of healthy ones.
 
-recorded.json.gz has, by fault, the settings of a run of benchmarks/doctor.py and the first lines of its metrics.jsonl:
-the metrics that rules read, without times and memory. quickstart_lr_x100 is the quickstart's GRPO with 16 prompts x 16
-samples and a hundred times its learning rate.
+recorded.json.gz has, by fault and seed, the settings of a run and the first lines of its metrics.jsonl: the metrics
+that rules read, without times and memory. `quickstart_` are runs of benchmarks/doctor.py (quickstart_lr_x100 is the
+quickstart's GRPO); the others add numbers with a model of 30 thousand parameters.
 """
 
 import gzip
@@ -32,6 +32,18 @@ EXPECTED = {
     "kl_huge-0": "kl_coefficient_too_large",
     "groups_of_two-0": "group_too_small",
     "quickstart_lr_x100": "learning_rate_too_high",
+    "quickstart_lr_by_100-0": "learning_rate_too_low",
+    "quickstart_kl_huge-0": "kl_coefficient_too_large",
+    "quickstart_kl_off-0": "kl_coefficient_vanished",
+    "quickstart_top_k-0": "truncated_sampling",
+    "quickstart_logprobs_shifted-0": "tokens_misaligned",
+    "quickstart_weights_stuck-0": "weights_stale",
+    "quickstart_judge_likes_length-0": "reward_pays_length",
+    "quickstart_string_convinces-0": "reward_exploited",
+    "quickstart_prompt_has_answer-0": "prompt_ends_the_response",
+    "quickstart_tokenizer_other-0": "prompts_unlike_training",
+    "quickstart_limit_too_low-0": "limit_too_low",
+    "quickstart_critic_lr_x100-0": "critic_learning_rate_too_high",
 }
 
 
@@ -47,9 +59,10 @@ def test_the_first_alarm_names_the_planted_fault(name):
     assert first.cause == EXPECTED[name]
 
 
-def test_a_healthy_run_raises_no_alarm():
-    run = recorded()["dr_grpo"]
-    assert len(run["lines"]) > 80 and watch_lines(run["settings"], run["lines"]).alarms == []
+@pytest.mark.parametrize(("name", "steps"), [("dr_grpo", 80), ("quickstart_ppo", 100), ("sums_overlapped", 40)])
+def test_a_healthy_run_raises_no_alarm(name, steps):
+    run = recorded()[name]
+    assert len(run["lines"]) > steps and watch_lines(run["settings"], run["lines"]).alarms == []
 
 
 def test_a_fault_is_what_makes_the_difference():
