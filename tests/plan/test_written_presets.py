@@ -1,12 +1,18 @@
 """A run file that a preset writes is accepted and planned as the preset promised, for any model and hardware."""
 
+import contextlib
+import io
+import json
+
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from random_search import examples
 
+from hone.cli.main import main
 from hone.cli.plan import write_run_file
 from hone.config.load import load_config
+from hone.devices import FoundDevices
 from hone.plan.hardware import find_hardware, in_cluster
 from hone.plan.knobs import scoring
 from hone.plan.planner import plan
@@ -87,3 +93,41 @@ def test_what_a_preset_writes_is_planned_as_promised(
         assert found.verdict.problems == promised.plan.verdict.problems
         assert found.inputs.workload == today.inputs.workload
         assert found.impossible(GOALS[preset].headroom) <= today.impossible(GOALS[preset].headroom)
+
+
+def command(*words):
+    """Exit code and JSON of `hone plan`."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main(["plan", *map(str, words), "--json"])
+    return code, json.loads(printed.getvalue())
+
+
+@pytest.mark.slow("plans every preset")
+@examples(2)
+@given(
+    model=st.sampled_from(MODELS),
+    hardware=st.sampled_from(("RTX4090", "2xA100-40G", "8xH100-80G")),
+    preset=st.sampled_from(("safe", "recommended", "aggressive")),
+    staleness=st.integers(0, 1),
+)
+@example(model="qwen2.5-0.5b", hardware="RTX4090", preset="safe", staleness=0)  # writes cluster.trainer.offload
+@example(model="qwen3-8b", hardware="8xH100-80G", preset="recommended", staleness=1)  # writes the pools of auto
+def test_without_a_cluster_section_too_plan_fits_and_check_accepts_on_such_devices(
+    tmp_path_factory, model, hardware, preset, staleness
+):
+    """The whole commands, with the devices that `auto` finds."""
+    folder = tmp_path_factory.mktemp("written")
+    file, better = folder / "run.yaml", folder / "better.yaml"
+    file.write_text(RUN.format(model=model, staleness=staleness) + REWARDS["exact"])
+    code, found = command(file, "--hardware", hardware, "--preset", preset, "--write", better)
+    promised = next(one["plan"] for one in found["proposals"] if one["preset"] == preset)
+    again_code, again = command(better, "--hardware", hardware)
+    assert (again_code, again["ledgers"]) == (code, promised["ledgers"])
+    assert all(again["verdict"][name] == promised["verdict"][name] for name in ("level", "problems"))
+    assert again["topology"] == promised["topology"] and again["workload"] == found["workload"]
+    with pytest.MonkeyPatch.context() as patch:
+        devices = FoundDevices("cuda", "GPU", find_hardware(hardware).per_node, True)
+        patch.setattr("hone.run.check.assumed_devices", lambda config: devices)
+        patch.setattr("hone.services.gpus.find_spec", lambda name: object())
+        assert main(["check", str(better)]) == 0

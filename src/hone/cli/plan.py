@@ -15,6 +15,7 @@ from rich.table import Table
 
 from hone.cli.arguments import AsJson, examples
 from hone.config.automatic import COMPILERS, AutoChoice, settled
+from hone.config.cluster import ClusterSection
 from hone.config.load import Loaded, load_config
 from hone.config.render import inline
 from hone.config.rules.files import architecture_of
@@ -123,9 +124,9 @@ def plan_command(
         reason = f"must be beside {run_file}, whose relative paths start there"
         raise typer.BadParameter(reason, param_hint="--write")
     settings = words or []
-    loaded = load_config(run_file, settings, needs_programs=False)
+    written = load_config(run_file, settings, needs_programs=False)
     machine = find_hardware(hardware, host_memory_gib=host_memory_gib)
-    loaded, choices = _settled(loaded, machine, is_here=hardware == THIS)
+    loaded, choices = _settled(written, machine, is_here=hardware == THIS)
     today = plan(
         loaded.config,
         in_cluster(machine, hardware, loaded.config),
@@ -146,7 +147,7 @@ def plan_command(
         if traced is not None:
             _show_trace(traced, Console())
     if write is not None and chosen is not None:
-        write_run_file(write, loaded, settings, chosen)
+        write_run_file(write, written, settings, chosen)
     if html is not None:
         from hone.plan.page import page
 
@@ -285,16 +286,29 @@ def _show_proposals(today: Plan, proposals: list[Proposal], console: Console, sa
 
 
 def write_run_file(path: Path, loaded: Loaded, settings: list[str], chosen: Proposal) -> None:
-    """Write a run file that extends the planned one."""
+    """Write a run file that extends the planned one. Where it sets keys of the cluster, `auto` is written out too."""
     lines = [f"# {chosen.preset} settings for {loaded.run_file}, by hone plan on {chosen.plan.inputs.hardware.title}."]
     lines.append(f"extends: [{json.dumps(loaded.run_file.name)}]")
     tree: dict[str, Any] = {}
     for word in settings:
         key, _, value = word.partition("=")
         _put(tree, key, f"{value}  # from the command line")
+    if any(change.key.startswith("cluster.") for change in chosen.changes):
+        for key, value in _auto_written_out(loaded.config.cluster, chosen.plan.inputs.config.cluster):
+            _put(tree, key, f"{inline(value)}  # what auto stands for on these devices")
     for change in chosen.changes:
         _put(tree, change.key, f"{inline(change.after)}  # was {inline(change.before)}; {change.why}")
     write_whole(path, "\n".join([*lines, *_yaml_lines(tree)]) + "\n")
+
+
+def _auto_written_out(written: ClusterSection, planned: ClusterSection) -> Iterator[tuple[str, Any]]:
+    """Other keys of the cluster are refused where a run file leaves open what reads them."""
+    if written.backend == "auto":
+        yield "cluster.backend", planned.backend
+    if written.engines.use == "auto":
+        yield "cluster.engines.use", planned.engines.use
+    if planned.pools and not written.pools:
+        yield "cluster.pools", {name: pool.model_dump(exclude_defaults=True) for name, pool in planned.pools.items()}
 
 
 def _put(tree: dict[str, Any], key: str, line: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
@@ -108,6 +109,11 @@ def check_settings(config: RunConfig, findings: CheckReport) -> None:
 
 def check_placement(config: RunConfig, findings: CheckReport) -> Topology | None:
     """Placement of roles on devices; whether a cluster's devices are free is known only when the run starts."""
+    if "rl" in config.stages and config.cluster.engines.use == "vllm" and find_spec("vllm") is None:
+        findings.not_checked.append(
+            "cluster.engines: use is vllm, which this Python does not have. Where the run is started, install "
+            "hone-rl[vllm] (docs/vllm.md), or leave `use` out"
+        )
     if config.cluster.address is not None and config.cluster.devices_per_node is None:
         findings.not_checked.append("placement: the Ray cluster at cluster.address is asked when the run starts")
         return None
