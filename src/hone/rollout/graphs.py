@@ -16,7 +16,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,15 +27,9 @@ MOST_GRAPHS = 64
 
 Step = Callable[..., Tensor]
 """What a step computes of its inputs; each call of one bucket must launch the same kernels on the same addresses."""
-
-
-class Capture(Protocol):
-    """Records steps into one pool of memory."""
-
-    def __call__(self, step: Step, inputs: Sequence[Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Record `step(*inputs)`, which need not be computed; returns a function that computes it again from what is
-        in `inputs` then, and the tensor that it puts the result into."""
-        ...
+Capture = Callable[[Step, Sequence[Tensor]], tuple[Callable[[], None], Tensor]]
+"""Records a step of these inputs into one pool of memory, and need not compute it. Returns a function that computes it
+again from what is in the inputs then, and the tensor that it puts the result into."""
 
 
 class CudaCapture:
