@@ -12,8 +12,8 @@ import torch
 from hone.assemble.job import Job
 from hone.config.cluster import Role
 from hone.config.derived import (
-    critic_steps_total,
     needs_critic,
+    optimizer_steps_per_update,
     optimizer_steps_total,
     starts_from_adapter,
     trains_adapter,
@@ -266,7 +266,7 @@ def make_critic(source: Source, passes: Passes, policy: CausalModel, *, takes_po
         model,
         passes,
         optimizer=config.critic.optimizer,
-        total_optimizer_steps=critic_steps_total(config),
+        total_optimizer_steps=config.run.steps * optimizer_steps_per_update(config),
         value_clip=config.critic.value_clip,
     )
 

@@ -33,10 +33,12 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare runs: settings that differ, evaluations, where the metrics ended, alarms."""
-    from hone.run.comparison import compare_runs, write_comparison
+    from hone.observe.page import page
+    from hone.observe.whole import write_whole
+    from hone.run.comparison import compare_runs, comparison_data
 
     if html is not None:
-        write_comparison(run_dirs, html)
+        write_whole(html, page("Runs side by side", comparison_data(run_dirs), "compare"))
         typer.echo(f"wrote {html}")
         return
     found = compare_runs(run_dirs)

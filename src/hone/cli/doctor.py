@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -52,7 +52,18 @@ def doctor(
 
     found = diagnose(run_dir)
     if as_json:
-        typer.echo(json.dumps(_as_dict(found), indent=2))
+        typer.echo(
+            json.dumps(
+                {
+                    "format": 1,
+                    "state": found.state,
+                    "last_steps": found.last_steps,
+                    "alarms": [asdict(alarm) for alarm in found.alarms],
+                    "walk": [asdict(one) for one in found.walk],
+                },
+                indent=2,
+            )
+        )
     else:
         for line in lines_of(found, show_all=show_all):
             typer.echo(line)
@@ -118,13 +129,3 @@ def _alarm_lines(alarm: Alarm, title: str) -> list[str]:
         for name, whole in rows
         for place, text in enumerate(wrap(whole, WIDTH - 16, break_long_words=False, break_on_hyphens=False))
     ]
-
-
-def _as_dict(found: Diagnosis) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "state": found.state,
-        "last_steps": found.last_steps,
-        "alarms": [asdict(alarm) for alarm in found.alarms],
-        "walk": [asdict(one) for one in found.walk],
-    }

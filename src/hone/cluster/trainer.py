@@ -187,7 +187,12 @@ class RemoteTrainer(RemoteLearner):
         self._adopt_changes()
         self._update_count += 1
         if self._refresh_every and self._update_count % self._refresh_every == 0:
-            self._refresh_reference()
+            # Let the reference become the policy.
+            send = partial(self._send, self._update_count, "refreshing the reference")
+            published = Publisher(Routes()).publish(self._reference.ranks, send)
+            if published.failed:
+                self._reference.is_broken = True
+                raise ClusterError(f"refreshing the reference: {'; '.join(published.failed.values())}")
         return metrics
 
     def weights(self) -> RemoteWeights:
@@ -219,14 +224,6 @@ class RemoteTrainer(RemoteLearner):
     def fetch_weights(self) -> list[tuple[str, Tensor]]:
         """All weights, here. For what is no process of the cluster."""
         return self._answer(self._policy.ask("weights"), "gathering weights", self._timeout_s)
-
-    def _refresh_reference(self) -> None:
-        """Let the reference become the policy."""
-        send = partial(self._send, self._update_count, "refreshing the reference")
-        published = Publisher(Routes()).publish(self._reference.ranks, send)
-        if published.failed:
-            self._reference.is_broken = True
-            raise ClusterError(f"refreshing the reference: {'; '.join(published.failed.values())}")
 
     def _send(
         self, version: int, what: str, targets: Mapping[str, Target], transport: TransportName, update_id: str

@@ -50,11 +50,6 @@ def optimizer_steps_total(config: RunConfig) -> int:
     return max(config.run.steps - waiting, 0) * optimizer_steps_per_update(config)
 
 
-def critic_steps_total(config: RunConfig) -> int:
-    """Optimizer steps of the critic in the whole RL stage: it learns in the policy's warm-up too."""
-    return config.run.steps * optimizer_steps_per_update(config)
-
-
 def samples_ahead_on_ray(config: RunConfig) -> bool:
     """Whether processes sample for the next updates while others train."""
     return config.cluster.backend == "ray" and config.rollout.max_staleness > 0 and "rl" in config.stages

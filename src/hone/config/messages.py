@@ -108,7 +108,7 @@ def unknown_key(path: str) -> str:
     if counterpart := foreign_names().get(path):
         return f"unknown key. {counterpart}"
     section, _, name = path.rpartition(".")
-    here = _children(section)
+    here = list(_section(section).model_fields)
     if said := _section(section).elsewhere.get(name):
         return f"{said}. Leave it out here"
     if close := nearest(name, here):
@@ -161,23 +161,13 @@ def _cure(key: schema.Key, got: Any) -> str:
     if not isinstance(got, int | float) and "list" in key.kind and not isinstance(got, list | dict):
         return f". Write [{show(got)}]"
     if isinstance(got, int | float) and got == got and abs(got) < float("inf"):
-        return _nearest_number(key, got)
+        if key.lowest is not None and got < key.lowest:
+            return f". Nearest: {show(key.lowest)}"
+        if key.highest is not None and got > key.highest:
+            return f". Nearest: {show(key.highest)}"
+        if isinstance(got, float) and key.kind.startswith("a whole number"):
+            return f". Nearest: {round(got)}"
     return ""
-
-
-def _nearest_number(key: schema.Key, got: float) -> str:
-    if key.lowest is not None and got < key.lowest:
-        return f". Nearest: {show(key.lowest)}"
-    if key.highest is not None and got > key.highest:
-        return f". Nearest: {show(key.highest)}"
-    if isinstance(got, float) and key.kind.startswith("a whole number"):
-        return f". Nearest: {round(got)}"
-    return ""
-
-
-def _children(section: str) -> list[str]:
-    """Names that a section has."""
-    return list(_section(section).model_fields)
 
 
 def _section(path: str) -> type[Section]:

@@ -140,11 +140,10 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
         cluster, machines = ClusterSection(), _Machines(1, 1)
     else:
         cluster, machines = config.cluster, _machines(config, devices_per_node)
-    pools = _pools(
-        cluster.pools or {DEFAULT_POOL: _default_pool(machines)},
-        machines,
-        needed_roles(config) | optional_roles(config),
-    )
+    wanted = cluster.pools or {DEFAULT_POOL: _default_pool(machines)}
+    needed = needed_roles(config) | optional_roles(config)
+    devices = count()  # what is asked for and not there is counted too
+    pools = tuple(_pool(name, section, devices, machines, needed) for name, section in wanted.items())
     place = {role: pool for pool in reversed(pools) for role in pool.roles}
     settings = cluster.trainer
     trained = {
@@ -251,11 +250,6 @@ def judge_tensor_parallel(config: RunConfig) -> int:
 def _default_pool(machines: _Machines) -> PoolSection:
     roles: tuple[Role, ...] = tuple(role for role in ROLES if role != "judge")
     return PoolSection(devices=max(machines.devices, 1), roles=roles)
-
-
-def _pools(wanted: dict[str, PoolSection], machines: _Machines, needed: Iterable[Role]) -> tuple[Pool, ...]:
-    devices = count()  # what is asked for and not there is counted too
-    return tuple(_pool(name, section, devices, machines, needed) for name, section in wanted.items())
 
 
 def _pool(name: str, section: PoolSection, devices: Iterator[int], machines: _Machines, needed: Iterable[Role]) -> Pool:

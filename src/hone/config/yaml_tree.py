@@ -208,7 +208,8 @@ class _Builder:
             node = Node(self._items(events, depth), self.where(line))
         else:
             node = Node(self._entries(events, depth), self.where(line))
-        self._refuse_tag(event, line)
+        if event.tag is not None and str(event.tag):
+            self._problem(line, f"YAML tags are not used in run files (got {event.tag})")
         if event.anchor:
             self._anchors[event.anchor] = (node, self._num_nodes - size_before)
         return node
@@ -250,10 +251,6 @@ class _Builder:
         self._num_nodes += num_nodes
         if self._num_nodes > MAX_NODES:
             raise _RefusedNode(line, f"holds more than {MAX_NODES} values")
-
-    def _refuse_tag(self, event: Any, line: int) -> None:
-        if event.tag is not None and str(event.tag):
-            self._problem(line, f"YAML tags are not used in run files (got {event.tag})")
 
     def _problem(self, line: int, message: str) -> None:
         self.problems.append(Problem(self.where(line), "", message))

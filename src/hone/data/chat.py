@@ -14,7 +14,6 @@ import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -223,11 +222,6 @@ def with_template_args(template: Any, template_args: Mapping[str, Any]) -> Any:
         for name, value in template_args.items()
     )
     return template if template.startswith(defaults) else defaults + template
-
-
-def clock_at_start(template: Any) -> dict[str, Any]:
-    """Template arguments that keep the time at what it is now, for a chat template that asks for it; else none."""
-    return {"strftime_now": datetime.now().strftime} if "strftime_now" in str(template) else {}
 
 
 def thinks(template: Any, prompt: str) -> bool:

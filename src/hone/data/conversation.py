@@ -29,7 +29,7 @@ class ConversationReader:
         tokenizer: the reward model's; it need have no EOS.
         form: `chat` puts the answer as the assistant's message after the others, through the chat template; `text`
             writes it right after the prompt's text, with the tokenizer's EOS behind it if it has one.
-        clock: further arguments of the chat template, see `clock_at_start`.
+        clock: further arguments of the chat template, see `render.Renderer.clock`.
     Raises:
         DataError: `chat` without a chat template.
     """

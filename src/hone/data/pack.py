@@ -33,7 +33,12 @@ def collate(groups: Sequence[Group]) -> Batch:
     # By torch, which lets other threads run meanwhile.
     mask_T = torch.from_numpy((~np.isnan(reward_S)).astype(np.float32)).repeat_interleave(torch.from_numpy(lengths))
     if any(s.loss_mask is not None for s in samples):
-        mask_T *= torch.from_numpy(joined([_mask(s) for s in samples], np.float32))
+        mask_T *= torch.from_numpy(
+            joined(
+                [np.ones(len(s.token_ids), np.bool_) if s.loss_mask is None else s.loss_mask for s in samples],
+                np.float32,
+            )
+        )
     # Environment tokens may carry any logprob, even NaN; 0 x NaN would reach the loss.
     sampler_logprobs_T = torch.from_numpy(joined([s.sampler_logprobs for s in samples], np.float32))
     sampler_logprobs_T.masked_fill_(mask_T == 0, 0)
@@ -151,10 +156,6 @@ def unrecorded(num_tokens: int, like: Experts) -> Experts:
 def joined(arrays: Sequence[ArrayLike], dtype: type) -> NDArray:
     """Arrays one after another, as a new one."""
     return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe")
-
-
-def _mask(sample: Sample) -> NDArray[np.bool_]:
-    return np.ones(len(sample.token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import difflib
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 
 from hone.config.rules.files import flat
 from hone.config.run import DataSection
-from hone.data.chat import Message, Tokenizer, clock_at_start
+from hone.data.chat import Message, Tokenizer
 from hone.data.picture_processors import PictureProcessor
 from hone.data.pictures import BrokenPicture, source_of_picture
 from hone.errors import DataError
@@ -151,7 +152,9 @@ class Renderer:
         """`folder` is the run file's, for paths of pictures."""
         self.data, self.tokenizer = data, tokenizer
         self.image_root = folder / Path(data.image_root or "").expanduser()
-        self.clock = clock_at_start(tokenizer.hf.chat_template)
+        self.clock = (
+            {"strftime_now": datetime.now().strftime} if "strftime_now" in str(tokenizer.hf.chat_template) else {}
+        )
         """As a row is rendered when it is first read and again when it is needed."""
         self.system = [{"role": "system", "content": data.system}] if data.system is not None else []
         self.template = (

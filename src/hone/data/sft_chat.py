@@ -119,7 +119,7 @@ def segments_of(
 
     Args:
         field: column of the messages, for errors.
-        clock: what `clock_at_start` gave.
+        clock: as `render.Renderer.clock`.
     Raises:
         Malformed: no turn of the assistant's, or messages that the template refuses.
         DataError: a template without marks that rewrites earlier turns when later ones follow.

@@ -67,7 +67,9 @@ class Names:
             if isinstance(child, ast.Import | ast.ImportFrom):
                 self._import(child)
             elif isinstance(child, ast.AnnAssign) and isinstance(scope, ast.ClassDef):
-                self._default(_target(child.target), _field_default(child.value))
+                self._default(
+                    child.target.id if isinstance(child.target, ast.Name) else None, _field_default(child.value)
+                )
             elif isinstance(child, Assigning):
                 self._assign(child, scope, certain)
             elif isinstance(child, ast.Call) and called(child) == "add_argument":
@@ -270,10 +272,6 @@ def text_of(node: ast.AST) -> str:
 
 def _is_hole(value: Any) -> bool:
     return isinstance(value, str) and "\ue000" in value
-
-
-def _target(node: ast.expr) -> str | None:
-    return node.id if isinstance(node, ast.Name) else None
 
 
 def _field_default(node: ast.expr | None) -> ast.expr | None:

@@ -18,7 +18,6 @@ from hone.dialects.verdict import (
     Dialect,
     ForeignJob,
     KeyVerdict,
-    Kind,
     Row,
     Rows,
     UnknownValue,
@@ -318,13 +317,14 @@ def _defaults(job: ForeignJob, dialect: Dialect) -> list[Line]:
         elif any(_differs(key, value) for key, value in verdict.settings.items()):
             note = "; ".join(part for part in (f"{job.foreign.tool}'s default", verdict.note) if part)
             found.append(
-                Line(name, shown(job.defaults[name]), KeyVerdict(_kind(verdict), verdict.settings, note), row.to)
+                Line(
+                    name,
+                    shown(job.defaults[name]),
+                    KeyVerdict("default" if verdict.settings else verdict.kind, verdict.settings, note),
+                    row.to,
+                )
             )
     return found
-
-
-def _kind(verdict: KeyVerdict) -> Kind:
-    return "default" if verdict.settings else verdict.kind
 
 
 def _differs(key: str, value: Any) -> bool:

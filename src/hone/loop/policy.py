@@ -113,7 +113,10 @@ async def _train(run: PolicyRun) -> None:
             # Before the next groups start: what is decoded together decides the last bits.
             is_best = await evaluate_if_due(run)
             buffer.release(prompts_per_step)  # only now may generation run ahead again
-            await save_if_due(run, is_best=is_best)
+            step = run.progress.step
+            is_due = is_best or due(step, run.config.checkpoint.every)
+            if is_due and step < run.config.run.steps:  # the end of a stage is always saved
+                await run.save()
         producer.cancel()
         buffer.cancel()
 
@@ -234,14 +237,6 @@ def with_trainer_logprobs(batch: Batch, movement: Movement | None) -> Batch:
     known_T = torch.full_like(batch.sampler_logprobs_T, math.nan)
     known_T[: len(movement.before_T)] = movement.before_T.to(known_T)
     return batch.with_column("trainer_logprobs_T", known_T)
-
-
-async def save_if_due(run: PolicyRun, *, is_best: bool) -> None:
-    """Write a checkpoint every `checkpoint.every` updates, and of the best policy so far."""
-    step = run.progress.step
-    is_due = is_best or due(step, run.config.checkpoint.every)
-    if is_due and step < run.config.run.steps:  # the end of a stage is always saved
-        await run.save()
 
 
 async def evaluate_if_due(run: PolicyRun) -> bool:

@@ -49,7 +49,12 @@ async def train_reward_model(run: RewardModelRun) -> None:
         progress.step += 1
         if progress.step == steps or due(progress.step, config.eval.every):
             measured = await measure(run)
-            metrics |= held_out_metrics(measured)
+            metrics |= {
+                "rm/eval_loss": measured.loss,
+                "rm/eval_accuracy": measured.accuracy,
+                "rm/eval_score_mean": measured.score_mean,
+                "rm/eval_score_std": measured.score_std,
+            }
         seconds = now() - started
         timing = {"rm/pairs_per_s": len(rows) / seconds, "time/step_s": seconds}
         run.observer.log("reward_model", progress.step, metrics | timing)
@@ -64,15 +69,6 @@ async def measure(run: RewardModelRun) -> Measured:
     """The model as it is now, on the pairs held out."""
     with run.observer.span("evaluate"):
         return await run.in_compute_thread(run.trainer.measure, run.held_out)
-
-
-def held_out_metrics(measured: Measured) -> dict[str, float]:
-    return {
-        "rm/eval_loss": measured.loss,
-        "rm/eval_accuracy": measured.accuracy,
-        "rm/eval_score_mean": measured.score_mean,
-        "rm/eval_score_std": measured.score_std,
-    }
 
 
 def describe(run: RewardModelRun, measured: Measured) -> None:

@@ -36,7 +36,7 @@ from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel, as_computed, auto_class, has_tower
 from hone.model.shards import write_weights
 from hone.model.weights import Contents
-from hone.observe.whole import make_folder, sync, sync_tree
+from hone.observe.whole import make_folder, sync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -208,7 +208,8 @@ def replaced_when_whole(folder: Path) -> Iterator[Path]:
     try:
         yield aside
         aside.chmod(0o755)  # mkdtemp makes it private
-        sync_tree(aside)
+        for path in (*aside.rglob("*"), aside):
+            sync(path)
         if folder.exists():
             folder.rename(replaced)
         aside.rename(folder)

@@ -80,7 +80,9 @@ class Background:
                 self._failure = self._failure or failure
             finally:
                 if self._is_stalled:
-                    self._recover()
+                    self._is_stalled = False
+                    dropped, self._dropped = self._dropped, 0
+                    self._warn(f"the run's folder and metrics services take data again; {dropped} writes were dropped")
                 self._jobs.task_done()
 
     def _stall(self) -> None:
@@ -91,11 +93,6 @@ class Background:
                 "continues, and samples, charts and traces that find no place are dropped until it does. Check disk "
                 "and network"
             )
-
-    def _recover(self) -> None:
-        self._is_stalled = False
-        dropped, self._dropped = self._dropped, 0
-        self._warn(f"the run's folder and metrics services take data again; {dropped} writes were dropped")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

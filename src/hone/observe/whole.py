@@ -40,12 +40,6 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def sync_tree(folder: Path) -> None:
-    """Have everything in a folder on the disk."""
-    for path in (*folder.rglob("*"), folder):
-        sync(path)
-
-
 def make_folder(path: Path) -> None:
     """Make a folder and those it is in, on the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]

@@ -245,7 +245,7 @@ class PoolPlan:
 
 def pool_moments(pool: PoolPlan, workload: Workload) -> list[Moment]:
     """Every moment of one device of a pool."""
-    idle = [*_idle(pool)]
+    idle = [*_states_of(pool.policy), *_reference(pool), *_states_of(pool.critic)]
     base = [*_base(pool)]
     engine_awake = pool.engine.terms() if pool.engine else []
     engine_asleep = pool.engine.asleep_terms(pool.engine_sleeps) if pool.engine else []
@@ -298,11 +298,6 @@ def _reference(pool: PoolPlan) -> list[Term]:
     count, p = model.architecture.total_parameters + (tower.parameters if tower else 0), model.work.bytes_each
     formula = f"{p} B x {count:,} parameters / {model.shard}"
     return [term("reference", p * count / model.shard, formula, "cluster.trainer.offload")]
-
-
-def _idle(pool: PoolPlan) -> list[Term]:
-    """What the trainer holds while it does nothing."""
-    return [*_states_of(pool.policy), *_reference(pool), *_states_of(pool.critic)]
 
 
 def host_moments(pools: list[PoolPlan], *, per_node: int, driver: Sequence[Term] = ()) -> list[Moment]:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hone.plan.time import Efficiency
 from hone.runtime.user_state import state_folder, write_user_state
@@ -60,7 +59,10 @@ def known_rates() -> list[MeasuredRates]:
 
 def remember_rates(new: Sequence[MeasuredRates]) -> Path:
     """Add measurements; of the same device, model and length the new one stays. Returns the file."""
-    kept = {_key(one): one for one in [*known_rates(), *(one for one in new if _is_plausible(one))]}
+    kept = {
+        (one.device, one.parameters, one.tokens, one.bytes_each): one
+        for one in [*known_rates(), *(one for one in new if _is_plausible(one))]
+    }
     place = efficiency_path()
     write_user_state(place, json.dumps({"entries": [asdict(one) for one in kept.values()]}, indent=1) + "\n")
     return place
@@ -79,10 +81,6 @@ def with_measured(
     if found is None or math.isinf(distance):
         return prior, None
     return replace(prior, training_flops=found.training_flops, forward_flops=found.forward_flops), found
-
-
-def _key(one: MeasuredRates) -> tuple[Any, ...]:
-    return one.device, one.parameters, one.tokens, one.bytes_each
 
 
 def _is_plausible(one: MeasuredRates) -> bool:

@@ -13,11 +13,11 @@ from hone.config.section import Section
 from hone.config.topology import Topology, judge_services, judges_pool, topology_of
 from hone.plan import activations
 from hone.plan.activations import Implementation, Pass
-from hone.plan.architecture import Architecture
+from hone.plan.architecture import Architecture, architecture_from
 from hone.plan.hardware import Hardware
 from hone.plan.kv_cache import CacheRoom, cache_room
 from hone.plan.local import ScoringModel
-from hone.plan.presets import find_architecture, named_architecture
+from hone.plan.presets import named_architecture, policy_config
 from hone.plan.workload import Workload, share_of
 
 
@@ -55,7 +55,9 @@ class Inputs:
 
 def resolve(config: RunConfig, hardware: Hardware, workload: Workload, folder: Path) -> Inputs:
     """Look up the topology and every architecture."""
-    architecture = find_architecture(config.model, folder)
+    architecture = architecture_from(
+        policy_config(config.model, folder), source="model.init" if config.model.init else f"{config.model.path}"
+    )
     topology = topology_of(config, hardware.per_node)
     critic = None
     if workload.has_critic:

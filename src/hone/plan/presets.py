@@ -54,21 +54,24 @@ def _known_config(name: str) -> Mapping[str, Any] | None:
     return None
 
 
-def find_architecture(model: ModelSection, folder: Path) -> Architecture:
-    """The policy's architecture.
+def policy_config(model: ModelSection, folder: Path) -> Mapping[str, Any]:
+    """The keys of the policy's config.json; of `model.init` with the vocabulary that its tokenizer gives it.
 
     Args:
         folder: the run file's, for relative paths.
     Raises:
-        DataError: it cannot be known from here, or not counted.
+        DataError: they cannot be known from here.
     """
-    return architecture_from(policy_config(model, folder), source="model.init" if model.init else f"{model.path}")
-
-
-def policy_config(model: ModelSection, folder: Path) -> Mapping[str, Any]:
-    """The keys of the policy's config.json; arguments and errors as `find_architecture`."""
     if model.init is not None:
-        return _with_vocab(model, folder)
+        if model.characters is not None:
+            vocab: int | None = len(model.characters) + SPECIAL_CHARACTER_TOKENS
+        else:
+            vocab = None if model.tokenizer is None else _tokens_of(folder / Path(model.tokenizer).expanduser())
+        if vocab is None:
+            return model.init
+        text = model.init.get("text_config")
+        named = {"vocab_size": vocab}
+        return {**model.init, **(named if text is None else {"text_config": {**text, **named}})}
     return overridden(named_config(model.path or "", folder, "model.path"), model.override)
 
 
@@ -115,20 +118,6 @@ def _read(file: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise DataError(f"{file}: must be a JSON object, as a model's config.json is.")
     return config
-
-
-def _with_vocab(model: ModelSection, folder: Path) -> Mapping[str, Any]:
-    """`model.init` with the vocabulary that its tokenizer gives it."""
-    assert model.init is not None
-    if model.characters is not None:
-        vocab: int | None = len(model.characters) + SPECIAL_CHARACTER_TOKENS
-    else:
-        vocab = None if model.tokenizer is None else _tokens_of(folder / Path(model.tokenizer).expanduser())
-    if vocab is None:
-        return model.init
-    text = model.init.get("text_config")
-    named = {"vocab_size": vocab}
-    return {**model.init, **(named if text is None else {"text_config": {**text, **named}})}
 
 
 def _tokens_of(folder: Path) -> int | None:

@@ -208,12 +208,7 @@ class ServiceReward:
             return reply
 
         reply = await call.post(PATH, request.model_dump(mode="json"), check)
-        self._check_fingerprint(reply.server.fingerprint)
-        if anew := [result.elapsed_ms / 1000 for result in reply.results if not result.cached]:
-            self._item_s += (sum(anew) / len(anew) - self._item_s) / 2
-        return reply.results
-
-    def _check_fingerprint(self, fingerprint: str) -> None:
+        fingerprint = reply.server.fingerprint
         if self.fingerprint is None or self._settings.allow_other_fingerprint:
             self.fingerprint = fingerprint
         if fingerprint != self.fingerprint:
@@ -222,6 +217,9 @@ class ServiceReward:
                 f"{self.fingerprint}. Start it with its former settings and models, or allow the change with "
                 "args.allow_other_fingerprint: true."
             )
+        if anew := [result.elapsed_ms / 1000 for result in reply.results if not result.cached]:
+            self._item_s += (sum(anew) / len(anew) - self._item_s) / 2
+        return reply.results
 
 
 def address_of(

@@ -73,7 +73,9 @@ def adapted(function: Callable[..., Any], name: str) -> RewardFunction:
     if len(forms) > 1:
         raise Unfit(f"{name} has parameters of several forms, {' and '.join(forms.values())}. {FORMS}")
     if not forms:
-        _check_own_form(parameters, name)
+        first = next(iter(parameters.values()), None)
+        if first is None or first.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD) or first.name in _OF_OTHERS:
+            raise Unfit(f"{name}({', '.join(map(str, parameters.values()))}) has no known form. {FORMS}")
         return function
     if any(parameter.kind is Parameter.POSITIONAL_ONLY for parameter in parameters.values()):
         raise Unfit(f"{name} has parameters that cannot be given by name. {FORMS}")
@@ -94,12 +96,6 @@ def adapted(function: Callable[..., Any], name: str) -> RewardFunction:
     left = [_left(parameter, form) for parameter in others]
     score.__signature__ = inspect.Signature([Parameter("group", Parameter.POSITIONAL_ONLY), *left])  # type: ignore[attr-defined]
     return score
-
-
-def _check_own_form(parameters: Mapping[str, Parameter], name: str) -> None:
-    first = next(iter(parameters.values()), None)
-    if first is None or first.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD) or first.name in _OF_OTHERS:
-        raise Unfit(f"{name}({', '.join(map(str, parameters.values()))}) has no known form. {FORMS}")
 
 
 def _left(parameter: Parameter, form: _Form) -> Parameter:

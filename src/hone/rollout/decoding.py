@@ -176,7 +176,12 @@ class DecoderStepper:
     def add_prompts(self, prompts: Sequence[TokenIds], pictures: Sequence[tuple[Picture, ...]] = ()) -> list[int]:
         if pictures:
             raise DataError(no_pictures(self._model.hf_config.model_type))
-        self._keep_graphs_of_these_weights()
+        # Drop graphs that read weights where they no longer are; publishing and training write them in place.
+        if self._graphs is not None:
+            addresses = [weight.data_ptr() for weight in (*self._parameters, self._model.rope_table)]
+            if addresses != self._addresses:
+                self._graphs.drop()
+                self._addresses = addresses
         self._forget_unused_prompts()
         ids = list(range(self._next_prompt_id, self._next_prompt_id + len(prompts)))
         self._next_prompt_id += len(prompts)
@@ -328,14 +333,6 @@ class DecoderStepper:
             counts = min(round_size(counts[0]), self._store.prompts.slots), round_size(counts[1])
         length_C = self._prompt_length_N[self._slot_C]
         return Grouping.of(self._slot_C, length_C, *counts, self._model.num_kv_heads, self._prompt_hidden_NH.device)
-
-    def _keep_graphs_of_these_weights(self) -> None:
-        """Drop graphs that read weights where they no longer are; publishing and training write them in place."""
-        if self._graphs is not None:
-            addresses = [weight.data_ptr() for weight in (*self._parameters, self._model.rope_table)]
-            if addresses != self._addresses:
-                self._graphs.drop()
-                self._addresses = addresses
 
     def _fork(self, token_B: np.ndarray) -> np.ndarray:
         """Give every distinct (branch, token) a branch; returns the token of each, (C,).

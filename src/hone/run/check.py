@@ -211,7 +211,7 @@ def check_prompts(
 ) -> list[PromptStream]:
     """The prompts that training and evaluation would load; shows the first few."""
     reads: dict[Part, bool] = {
-        "train": train_has_prompts(config),
+        "train": "rl" in config.stages or (config.sft.messages_column is None and "reward_model" not in config.stages),
         "eval": config.data.eval is not None and "reward_model" not in config.stages,
     }
     streams: list[PromptStream] = []
@@ -438,8 +438,3 @@ async def can_be_had(loaded: Loaded, services: Mapping[str, Address], findings: 
         except ConfigError as error:
             findings.problems += [f"{where}{problem}" for problem in error.problems]
     return len(findings.problems) == num_problems
-
-
-def train_has_prompts(config: RunConfig) -> bool:
-    """Whether `data.train` holds prompts, and not only pairs or whole conversations."""
-    return "rl" in config.stages or (config.sft.messages_column is None and "reward_model" not in config.stages)

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hone.doctor.watch import AlarmWatch, by_importance
-from hone.observe.page import page
 from hone.observe.report import alarms_of_events, known_metric, stages_of
 from hone.observe.sinks import some_metric_lines
-from hone.observe.whole import write_whole
 from hone.run.folder import RunFolder, flat_settings
 
 LAST = 10
@@ -98,15 +96,6 @@ def comparison_data(paths: Sequence[Path], *, max_lines: int | None = None) -> d
     return {"runs": runs, "settings": found.settings, "shown": SHOWN, "metrics": known, "alarms": []}
 
 
-def write_comparison(paths: Sequence[Path], to: Path) -> None:
-    """Write the page, self-contained.
-
-    Raises:
-        RunFolderError: one of the folders holds no run.
-    """
-    write_whole(to, page("Runs side by side", comparison_data(paths), "compare"))
-
-
 def curves_of(folder: RunFolder, max_lines: int | None = None) -> list[dict[str, Any]]:
     """Columns of each stage as the report has them, each with what its curves may be drawn over: `time_s`, and
     `samples` and `tokens` so far. Of steps whose lines are not read, tokens are taken to be those of the next one."""
@@ -140,7 +129,11 @@ def _read(folder: RunFolder, max_lines: int | None) -> ComparedRun:
             if "/" not in name or value is None:
                 continue
             if name.startswith("eval/"):
-                _evaluate(run.evaluations, name, value, line["step"])
+                step = line["step"]
+                of_metric = run.evaluations.setdefault(name, {"last": value})
+                of_metric["last"] = value
+                if name.startswith(HIGHER_IS_BETTER) and value > of_metric.get("best", -math.inf):
+                    of_metric["best"], of_metric["best_step"] = value, step
             else:
                 recent.setdefault(name, []).append(value)
                 del recent[name][:-LAST]
@@ -152,13 +145,6 @@ def _read(folder: RunFolder, max_lines: int | None) -> ComparedRun:
     alarms = map(asdict, by_importance(watch.alarms)) if has_every_line else alarms_of_events(folder.path)
     run.alarms = tuple(dict.fromkeys(f"{alarm['name']}: {alarm['cause']}" for alarm in alarms))
     return run
-
-
-def _evaluate(found: dict[str, dict[str, float]], name: str, value: float, step: int) -> None:
-    of_metric = found.setdefault(name, {"last": value})
-    of_metric["last"] = value
-    if name.startswith(HIGHER_IS_BETTER) and value > of_metric.get("best", -math.inf):
-        of_metric["best"], of_metric["best_step"] = value, step
 
 
 def _number(settings: Mapping[str, Any], section: str, key: str) -> int:

@@ -166,7 +166,10 @@ class RunFolder:
                     "give the run a folder of its own with run.dir=..."
                 )
             if found and fresh:
-                folder._move_aside()
+                folder.moved_aside = _free_name(folder.path)
+                folder.path.rename(folder.moved_aside)
+                folder.close()
+                folder._acquire()
             elif found and not resume:
                 raise RunFolderError(
                     f"{path} holds a run already. Options: --resume continues it, --fresh moves it to "
@@ -349,12 +352,6 @@ class RunFolder:
                 os.close(handle)
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
-    def _move_aside(self) -> None:
-        self.moved_aside = _free_name(self.path)
-        self.path.rename(self.moved_aside)
-        self.close()
-        self._acquire()
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> Loaded:

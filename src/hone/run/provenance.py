@@ -27,21 +27,16 @@ def provenance(folder: Path, words: Sequence[str] | None = None) -> dict[str, st
         words: of the command line; None: this process's.
     """
     found = {"command": shlex.join(_shown(word) for word in (sys.argv if words is None else words))}
-    found["hardware"] = _hardware()
+    parts = [f"{len(os.sched_getaffinity(0))} CPU cores", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no such GPU, or its driver does not answer
+        parts += [f"{count} x {name}" for name, count in Counter(nvidia_smi("name").splitlines()).items()]
+    found["hardware"] = ", ".join(parts)
     try:
         command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return found
     return found | ({"git_commit": done.stdout.strip()} if done.returncode == 0 else {})
-
-
-def _hardware() -> str:
-    """Cores and memory of this machine, and its NVIDIA GPUs by name."""
-    parts = [f"{len(os.sched_getaffinity(0))} CPU cores", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no such GPU, or its driver does not answer
-        parts += [f"{count} x {name}" for name, count in Counter(nvidia_smi("name").splitlines()).items()]
-    return ", ".join(parts)
 
 
 def _shown(word: str) -> str:

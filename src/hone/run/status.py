@@ -117,7 +117,11 @@ def read_status(folder: RunFolder, *, now_s: float | None = None) -> RunStatus:
         status.stage, status.step = lines[-1]["stage"], lines[-1]["step"]
         lines = [line for line in lines if line["stage"] == status.stage]
         status.last = {name: value for line in lines for name, value in line.items()}
-        _take_pace(status, lines)
+        first, last = lines[0], lines[-1]
+        if last["step"] > first["step"]:
+            status.step_s = step_s = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
+            if status.steps is not None and status.running:
+                status.eta_s = max(0, status.steps - last["step"]) * step_s
     return status
 
 
@@ -165,15 +169,6 @@ def _follow(status: RunStatus, events: Iterable[Mapping[str, Any]]) -> float | N
     if status.stage in ("sft", "reward_model") and status.phase in ("starting", "sampling"):
         status.phase = "training"  # nothing else is done there
     return phase_at_s
-
-
-def _take_pace(status: RunStatus, lines: list[dict[str, Any]]) -> None:
-    """Seconds a step and the time left, by the last lines of the stage."""
-    first, last = lines[0], lines[-1]
-    if last["step"] > first["step"]:
-        status.step_s = step_s = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
-        if status.steps is not None and status.running:
-            status.eta_s = max(0, status.steps - last["step"]) * step_s
 
 
 def described(event: Mapping[str, Any]) -> str:

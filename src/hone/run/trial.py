@@ -243,7 +243,13 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
     if small is None:
         return ModelTrial(untried=f"model: no small copy of {kind} could be built, so its class was not tried")
     with _step(kind, "built"):
-        model = _random_model(config, small)
+        model = random_model(
+            small, seed=0, dtype=torch.float32, device="cpu", implementation=config.model.implementation
+        )
+        _draw(weight for _, weight in model.own_weights() if weight.dim() > 1 and weight.is_floating_point())
+        words = model.output_weight  # a tied embedding as large as other matrices would predict itself
+        words.data.mul_(min(1.0, 4 * words.shape[-1] ** -0.5))
+        model.checkpointing = config.train.activation_checkpointing
     if config.rollout.compile:
         refuse_to_compile(model)
     if "reward_model" in config.stages:
@@ -308,15 +314,6 @@ def _step(kind: str, what: str) -> Iterator[None]:
         raise DataError(
             f"model: {kind} cannot be {what}: its class raises {type(error).__name__}: {said}. {INSTEAD}."
         ) from raised
-
-
-def _random_model(config: RunConfig, small: PreTrainedConfig) -> CausalModel:
-    model = random_model(small, seed=0, dtype=torch.float32, device="cpu", implementation=config.model.implementation)
-    _draw(weight for _, weight in model.own_weights() if weight.dim() > 1 and weight.is_floating_point())
-    words = model.output_weight  # a tied embedding as large as other matrices would predict itself
-    words.data.mul_(min(1.0, 4 * words.shape[-1] ** -0.5))
-    model.checkpointing = config.train.activation_checkpointing
-    return model
 
 
 @torch.no_grad()
@@ -428,12 +425,6 @@ def _noise(height: int, width: int, **_: Any) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def _shown(prompt: Prompt, num_tokens: int, model: CausalModel) -> dict[str, Any]:
-    """What Transformers' class takes for the picture of a prompt, if it has one, in a sequence of so many tokens."""
-    vision = model.vision if isinstance(model, TransformersModel) else None
-    return vision.tower.whole_inputs(prompt.pictures, num_tokens) if vision else {}
-
-
 @torch.no_grad()
 def _reference_logprobs(reference: Any, groups: Sequence[Group], model: CausalModel) -> tuple[Tensor, Tensor]:
     """(T,) of Transformers' forward pass of each sample on its own, and (T,) 1 where there is one: a class refuses a
@@ -447,7 +438,8 @@ def _reference_logprobs(reference: Any, groups: Sequence[Group], model: CausalMo
                 is_known.append(torch.zeros(len(sample.token_ids)))
                 continue
             ids = torch.tensor([[*prompt, *sample.token_ids]])
-            shown = _shown(group.prompt, ids.shape[1], model)
+            vision = model.vision if isinstance(model, TransformersModel) else None
+            shown = vision.tower.whole_inputs(group.prompt.pictures, ids.shape[1]) if vision else {}
             logits = reference(ids, use_cache=False, **shown).logits
             logprobs = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
             found.append(logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0])

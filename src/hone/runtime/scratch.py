@@ -43,14 +43,9 @@ def _sweep(kind: str) -> None:
         with contextlib.suppress(OSError):  # another user's, or another process removed it first
             found = folder.lstat()
             if found.st_uid == os.getuid() and time.time() - found.st_mtime > _YOUNG_S:
-                _remove_unless_held(folder)
-
-
-def _remove_unless_held(folder: Path) -> None:
-    """Raises OSError, BlockingIOError among them, when it cannot be had."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(lock)
+                lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(lock)

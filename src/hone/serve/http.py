@@ -251,16 +251,13 @@ class RequestGuard:
                 )
                 await problem.response(exchange.request_id)(scope, receive, exchange.send)
         finally:
-            route = self._route(scope)
+            # The path if it is one of the app's, so that clients cannot fill metrics with names.
+            if self._routes is None:
+                self._routes = frozenset(scope["app"].openapi()["paths"])
+            route = scope["path"] if scope["path"] in self._routes else "other"
             self._on_done(route, exchange.status)
             if scope["path"] not in _HEALTH or exchange.status not in (200, 503):
                 self._log.write(exchange.answered(scope["method"], route))
-
-    def _route(self, scope: Scope) -> str:
-        """The path if it is one of the app's, so that clients cannot fill metrics with names."""
-        if self._routes is None:
-            self._routes = frozenset(scope["app"].openapi()["paths"])
-        return scope["path"] if scope["path"] in self._routes else "other"
 
     def _admit(self, scope: Scope, exchange: _Exchange) -> None:
         path = scope["path"]

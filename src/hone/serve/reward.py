@@ -97,7 +97,12 @@ class RewardServer:
         results = await self._score(request, body)
         num_ok = sum(result.error is None for result in results)
         reply = RewardReply(
-            server=self._info(),
+            server=ServerInfo(
+                name=NAME,
+                version=hone.__version__,
+                boot_id=self._lifecycle.boot_id,
+                fingerprint=self._scoring.fingerprint,
+            ),
             results=results,
             summary=RewardSummary(n=len(results), ok=num_ok, error=len(results) - num_ok),
             elapsed_ms=(time.monotonic() - began) * 1000,
@@ -138,14 +143,6 @@ class RewardServer:
         self, request: Request, body: RewardRequest, weights: dict[str, float] | None = None
     ) -> list[ItemResult]:
         return await while_connected(request, self._scoring.score(body, client=_client(request), weights=weights))
-
-    def _info(self) -> ServerInfo:
-        return ServerInfo(
-            name=NAME,
-            version=hone.__version__,
-            boot_id=self._lifecycle.boot_id,
-            fingerprint=self._scoring.fingerprint,
-        )
 
     # ---- state
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,13 +56,6 @@ T = TypeVar("T")
 
 VISIT_BYTES = 256 << 20
 """Of master weights whose moments are on the device at one time."""
-
-
-def reset_passes(models: Iterable[Any]) -> None:
-    """Brings sharded models back to before a pass that ended with an exception."""
-    for root in models:
-        if root._get_fsdp_state()._is_root is not None:  # else no pass has begun
-            root.reset_iter_state()
 
 
 def divide(model: CausalModel | ScalarModel, mesh: Mesh) -> None:
@@ -407,7 +400,9 @@ class FsdpRanks(Ranks):
 
     def reset(self) -> None:
         """Bring all models back to before a pass that failed on this rank."""
-        reset_passes(self._places)
+        for root in cast(Iterable[Any], self._places):
+            if root._get_fsdp_state()._is_root is not None:  # else no pass has begun
+                root.reset_iter_state()
 
     def optimizer(
         self, model: CausalModel | ScalarModel, dtype: torch.dtype, *, settings: OptimizerSection, total_steps: int

@@ -294,23 +294,18 @@ def _code_problem(use: str, folder: Path, kind: str) -> str | None:
         if not is_file(path):
             return f"{target} does not exist, looked for at {path}"
         return _defines(path, name, target)
-    return _module_problem(target, name, kind)
-
-
-def _module_problem(module: str, name: str, kind: str) -> str | None:
-    """Finds a module's file without importing anything, not even its parent packages."""
-    if not all(part.isidentifier() for part in module.split(".")):
-        return f"must be package.module:{kind} or file.py:{kind} (got {module}:{name})"
-    first, *rest = module.split(".")
+    if not all(part.isidentifier() for part in target.split(".")):
+        return f"must be package.module:{kind} or file.py:{kind} (got {target}:{name})"
+    first, *rest = target.split(".")
     spec = importlib.util.find_spec(first)
     for part in rest:
         spec = spec and PathFinder.find_spec(part, spec.submodule_search_locations or [])
         if spec is None:
             break
     if spec is None:
-        return f"there is no module {module!r} to import here. Is its package installed?"
+        return f"there is no module {target!r} to import here. Is its package installed?"
     origin = spec.origin
-    return _defines(Path(origin), name, module) if origin and origin.endswith(".py") else None
+    return _defines(Path(origin), name, target) if origin and origin.endswith(".py") else None
 
 
 def _defines(path: Path, name: str, shown: str) -> str | None:

@@ -48,7 +48,13 @@ class Reading:
 
     def scores(self, answer: ChatAnswer, count: int) -> list[float]:
         """`count` scores on the judge's scale, in the order that they stand in. Raises NoScores."""
-        text = final_part(answer)
+        if answer.finish_reason != "stop":
+            raise NoScores("cut", f"the answer did not end by itself ({answer.finish_reason})")
+        _, ended, text = answer.text.rpartition("</think>")
+        if not ended and "<think>" in answer.text:
+            raise NoScores("reasoning", "its reasoning has no end")
+        if not text.strip():
+            raise NoScores("empty", "the answer is empty")
         for method in self.parsers:
             found = _PARSERS[method](text, self)
             if found is not None:
@@ -63,18 +69,6 @@ class Reading:
         if outside is not None:
             raise NoScores("range", f"{outside:g} is not in {self.low:g} to {self.high:g}")
         return list(scores)
-
-
-def final_part(answer: ChatAnswer) -> str:
-    """What follows the reasoning of an answer that ended by itself. Raises NoScores."""
-    if answer.finish_reason != "stop":
-        raise NoScores("cut", f"the answer did not end by itself ({answer.finish_reason})")
-    _, ended, text = answer.text.rpartition("</think>")
-    if not ended and "<think>" in answer.text:
-        raise NoScores("reasoning", "its reasoning has no end")
-    if not text.strip():
-        raise NoScores("empty", "the answer is empty")
-    return text
 
 
 def _boxed(text: str, reading: Reading) -> list[float] | None:

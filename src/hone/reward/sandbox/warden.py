@@ -233,7 +233,9 @@ def _watch(setup, pid, streams, channel, deadline):
             if now >= look_at:
                 if setup["isolated"] and _total_memory_bytes(base) > setup["memory_bytes"]:
                     return "memory"
-                _reap_orphans(pid)
+                # Ended processes whose parent has gone count against the process limit until they are reaped.
+                while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != pid:
+                    os.waitpid(ended.si_pid, 0)
                 look_at = now + WATCH_S
             events = poll.poll(1000 * min(deadline - now, WATCH_S))
             for fd, _ in events:
@@ -271,12 +273,6 @@ def _memory_bytes(pid):
     except (FileNotFoundError, ProcessLookupError):  # it has ended
         return 0
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
-
-
-def _reap_orphans(pid):
-    """Reap ended processes whose parent has gone: they count against the process limit until then."""
-    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != pid:
-        os.waitpid(ended.si_pid, 0)
 
 
 def _kill_all(setup, pid):

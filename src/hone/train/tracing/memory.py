@@ -72,7 +72,11 @@ class LiveMemory(TorchDispatchMode):
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return _number(args[0].dtype)
+            # What a fake tensor of one element is read as: a comparison has no exception, a norm is finite.
+            dtype = args[0].dtype
+            if dtype == torch.bool:
+                return False
+            return 1.0 if dtype.is_floating_point else 1
         for arg in args:
             self._look(arg)
         result = func(*args, **(kwargs or {}))
@@ -163,13 +167,6 @@ def fake_tensors(memory: LiveMemory) -> Iterator[None]:
         stack.enter_context(_TracedValues())
         stack.enter_context(memory)
         yield
-
-
-def _number(dtype: torch.dtype) -> bool | int | float:
-    """What a fake tensor of one element is read as: a comparison has no exception, a norm is finite."""
-    if dtype == torch.bool:
-        return False
-    return 1.0 if dtype.is_floating_point else 1
 
 
 @contextmanager

@@ -28,7 +28,6 @@ from hone.model.layout import Layout
 from hone.model.load import init_config
 from hone.model.logprobs import token_logprobs
 from hone.model.parallel import divide_class, divide_layers
-from hone.plan.activations import Pass
 from hone.plan.cluster import Trained
 from hone.train.mesh import SHARD, TENSOR
 from hone.train.tracing.local import marked
@@ -53,7 +52,10 @@ def trace_sharded(trained: Trained, architecture: Mapping[str, Any], batch: Batc
         if trained.work.implementation == "hone":
             microbatch = Layout.from_flat(batch.prompts, batch.prompt_S, batch.length_S, batch.token_ids_T)
         else:
-            microbatch = _packed(trained.work)
+            wanted = torch.arange(trained.work.response_tokens)
+            rows = max(1, trained.work.tokens // trained.work.longest) if trained.work.architecture.caps_scores else 1
+            position_RX = torch.arange(trained.work.tokens // rows).expand(rows, -1)
+            microbatch = _Packed(torch.zeros_like(position_RX), position_RX, wanted, wanted)
         with fake_tensors(memory):
             model.to_empty(device="cpu")
             model.tie()
@@ -169,13 +171,6 @@ class _Packed:
     position_RX: Tensor
     predict_U: Tensor
     target_U: Tensor
-
-
-def _packed(work: Pass) -> _Packed:
-    wanted = torch.arange(work.response_tokens)
-    rows = max(1, work.tokens // work.longest) if work.architecture.caps_scores else 1
-    position_RX = torch.arange(work.tokens // rows).expand(rows, -1)
-    return _Packed(torch.zeros_like(position_RX), position_RX, wanted, wanted)
 
 
 FUSED_ATTENTION = "hone_traced"
