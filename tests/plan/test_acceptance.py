@@ -71,7 +71,8 @@ def test_one_that_is_missed_or_a_part_that_fails_is_the_exit_code(monkeypatch, t
     assert "missed: run gate_gap : 0.5, expected at most 0.03" in capsys.readouterr().out
     assert run(monkeypatch, tmp_path, [good], code=1) == 1
     assert "devices: failed: ValueError: no" in capsys.readouterr().out
-    assert [row["figure"] for row in read_lines(tmp_path / "acceptance.jsonl")] == ["gate_gap", "finished", "seconds"]
+    names = [row["figure"] for row in read_lines(tmp_path / "acceptance.jsonl")]
+    assert names == ["gate_gap", "finished", "seconds", "total_s"]
     assert "ValueError: no" in (tmp_path / "acceptance.md").read_text()
 
 
@@ -84,23 +85,74 @@ def test_a_part_has_its_time(monkeypatch, tmp_path):
     assert read_lines(tmp_path / "acceptance.jsonl")[0]["note"] == "not done within 7 s"
 
 
-@pytest.mark.slow("compiles kernels for many shapes, and starts a run that is killed and resumed")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
-def test_tiny_shapes_meet_what_a_cpu_can():
+def test_all_parts_have_their_time_together(monkeypatch, tmp_path):
+    """Of three parts that take 300 s each, in 500 s: one is done, one is cut short, one does not begin."""
+    now, limits = [0.0], []
+
+    def part(words, timeout, **_):
+        limits.append(timeout)
+        now[0] += min(timeout, 300)
+        if timeout < 300:
+            raise runner.subprocess.TimeoutExpired(words, timeout)
+        return type("Done", (), {"returncode": 0, "stderr": ""})()
+
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(runner.subprocess, "run", part)
+    words = ["--parts", "devices,numbers,kernels", "--out", str(tmp_path), "--total-s", "500"]
+    assert runner.main(words) == 1 and limits == [480, 200]
+    lines = read_lines(tmp_path / "acceptance.jsonl")
+    finished = [(line["value"], line["note"]) for line in lines if line["figure"] == "finished"]
+    assert finished == [(1, ""), (0, "not done within 200 s"), (0, "no time was left for it")]
+    assert (lines[-1]["figure"], lines[-1]["value"]) == ("total_s", 500)
+    assert EXPECTED["total_s"].holds(2401, is_gpu=True) is False
+
+
+def tiny_figures(*parts):
+    """Value of each figure of some parts with tiny shapes on a CPU, where no expectation is missed."""
     from hone.tools.acceptance.parts import PARTS
     from hone.tools.acceptance.setting import PartSetting
 
-    setting, found = PartSetting(torch.device("cpu"), tiny=True), {}
-    numeric = ("devices", "numbers", "deterministic", "attention", "kernels")
+    found = {}
     with environment_restored("CUBLAS_WORKSPACE_CONFIG"):  # a part has a process of its own otherwise
-        for part in (*numeric, "trainer-0.6b", "transformers", "decoding", "engines", "export", "run"):
-            for figure in PARTS[part](setting):
+        for part in parts:
+            for figure in PARTS[part](PartSetting(torch.device("cpu"), tiny=True)):
                 line = figure.as_dict(is_gpu=False)
                 assert line["holds"] is not False, line
                 found[part, figure.name] = figure.value
-    assert found["run", "resumed_steps"] == 4 and found["numbers", "logprob_error_float32"] < 1e-5
+    return found
+
+
+@pytest.mark.slow("trains with tiny shapes in many ways")
+def test_tiny_numbers_meet_what_a_cpu_can():
+    found = tiny_figures("devices", "numbers", "deterministic", "attention")
+    assert found["numbers", "logprob_error_float32"] < 1e-5 and found["numbers", "grad_error_float32"] < 1e-4
+    assert found["numbers", "step_error_float32"] < 0.01 < 0.05 < found["numbers", "step_error_bfloat16"]
+    assert found["attention", "operators_per_layer"] > 0
+
+
+@pytest.mark.slow("compiles kernels for many shapes")
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_tiny_kernels_and_modes_meet_what_a_cpu_can():
+    found = tiny_figures("kernels", "modes")
     assert found["kernels", "kernels_compiled"] == 1 and found["kernels", "kernels_logprob_difference"] < 1e-5
-    assert found["attention", "operators_per_layer"] > 0 < found["trainer-0.6b", "update_tokens_per_s"]
+    assert found["modes", "mode_grad_difference"] < 1e-6 < found["modes", "mode_tokens_per_s"]
+    assert ("modes", "left_out") in found, "memory, which a CPU does not tell"
+
+
+@pytest.mark.slow("trains and samples with tiny shapes in many ways")
+def test_tiny_trainers_and_engines_meet_what_a_cpu_can():
+    found = tiny_figures("trainer-0.6b", "transformers", "decoding", "engines", "export")
+    assert found["trainer-0.6b", "update_tokens_per_s"] > 0
+    for part in ("trainer-0.6b", "decoding", "engines"):
+        assert (part, "left_out") in found, "what only a GPU can tell is named"
+
+
+@pytest.mark.slow("a run that is killed and resumed, and one that is not")
+@pytest.mark.timeout(300)
+def test_a_tiny_run_is_killed_and_ends_as_without_it():
+    found = tiny_figures("run")
+    assert found["run", "resumed_steps"] == 6 and found["run", "resumed_same"] == 1
 
 
 @pytest.mark.slow("starts Ray, and processes of ranks")

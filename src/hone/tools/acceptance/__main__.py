@@ -14,14 +14,14 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hone.devices import devices_here
 from hone.tools.acceptance.figures import Figure, page, read_lines
 from hone.tools.acceptance.parts import PARTS
 
-LIMIT_S = 480.0
+LIMIT_S, TOTAL_S = 480.0, 2400.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of one part")
+    parser.add_argument("--total-s", type=float, default=TOTAL_S, help="of all parts together")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
@@ -41,8 +42,11 @@ def main(arguments: Sequence[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     lines = options.out / "acceptance.jsonl"
     lines.unlink(missing_ok=True)
+    started, is_gpu = time.monotonic(), found.device_type != "cpu"
     for part in parts:
-        run_part(part, lines, tiny=options.tiny, limit_s=options.limit_s, is_gpu=found.device_type != "cpu")
+        left_s = started + options.total_s - time.monotonic()
+        run_part(part, lines, tiny=options.tiny, limit_s=min(options.limit_s, left_s), is_gpu=is_gpu)
+    append(lines, [Figure("all", "total_s", time.monotonic() - started)], is_gpu=is_gpu)
     rows = read_lines(lines)
     title = f"Acceptance run on {found.per_node} {found.resource}{'s' if found.per_node > 1 else ''}"
     (options.out / "acceptance.md").write_text(page(rows, title), "utf-8")
@@ -54,23 +58,33 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_part(part: str, lines: Path, *, tiny: bool, limit_s: float, is_gpu: bool) -> None:
-    """One part in a process of its own, which writes its figures itself; whether it came to its end is a figure too."""
+    """One part in a process of its own, which writes its figures itself; whether it came to its end is a figure too.
+
+    Where no time is left it does not begin.
+    """
     words = [sys.executable, "-m", "hone.tools.acceptance.parts", part, str(lines), *(["--tiny"] if tiny else [])]
     started = time.monotonic()
     try:
+        if limit_s <= 0:
+            raise subprocess.TimeoutExpired(words, limit_s)
         done = subprocess.run(words, timeout=limit_s, check=False, stderr=subprocess.PIPE, text=True)
         note = done.stderr.strip().splitlines()[-1][:200] if done.returncode and done.stderr.strip() else ""
         code = done.returncode
     except subprocess.TimeoutExpired:
-        code, note = 124, f"not done within {limit_s:g} s"
+        code, note = 124, f"not done within {limit_s:.0f} s" if limit_s > 0 else "no time was left for it"
     figures = [
         Figure(part, "finished", float(code == 0), note=note),
         Figure(part, "seconds", time.monotonic() - started),
     ]
+    append(lines, figures, is_gpu=is_gpu)
+    print(f"{part}: {'done' if code == 0 else f'failed: {note}'} ({figures[1].value:.0f} s)", flush=True)
+
+
+def append(lines: Path, figures: Iterable[Figure], *, is_gpu: bool) -> None:
+    """Add lines to a file."""
     with lines.open("a", encoding="utf-8") as file:
         for figure in figures:
             file.write(json.dumps(figure.as_dict(is_gpu=is_gpu)) + "\n")
-    print(f"{part}: {'done' if code == 0 else f'failed: {note}'} ({figures[1].value:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Parts on arithmetic: the devices, numbers against float64, layouts and operators of attention."""
+"""Parts on arithmetic: the devices, updates in a fixed order, layouts and operators of attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from hone.devices import devices_here, module_of, synchronize, torch_kind
+from hone.devices import devices_here, module_of, torch_kind
 from hone.memory.gauges import GIB, MIB
-from hone.model.layout import Layout
 from hone.model.load import init_model
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
@@ -21,6 +20,7 @@ from hone.tools.acceptance.setting import (
     SMALL,
     TINY,
     PartSetting,
+    laid_out,
     make_algorithm,
     make_trainer,
     random_batch,
@@ -28,6 +28,7 @@ from hone.tools.acceptance.setting import (
     timed,
     update,
 )
+from hone.tools.acceptance.usage import watched
 from hone.train.fixed_sums import prepare_fixed_sums
 from hone.types import Batch
 
@@ -46,26 +47,6 @@ def devices(setting: PartSetting) -> Iterator[Figure]:
         yield Figure("devices", "device_memory", properties.total_memory / GIB, note=properties.name)
     yield Figure("devices", "has_bfloat16", float(here.bfloat16))
     yield Figure("devices", "has_vllm", float(importlib.util.find_spec("vllm") is not None))
-
-
-def numbers(setting: PartSetting) -> Iterator[Figure]:
-    """Logprobs and the gradient's norm against float64 on the CPU, same weights, ragged samples of three prompts."""
-    shape = TINY if setting.tiny else SMALL
-    longest = 24 if setting.tiny else 300
-    lengths = [max(1, longest * (n + 1) // 12) for n in range(12)]
-    batch = random_batch(lengths, 3, vocab=shape["vocab_size"], prompt_tokens=16)
-
-    def computed(dtype: torch.dtype, precision: str, device: torch.device) -> tuple[Tensor, float]:
-        model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=device)
-        trainer = make_trainer(model, precision, 4096)
-        logprobs_T = trainer.logprobs(batch).double().cpu()
-        return logprobs_T, update(trainer, batch, make_algorithm())["train/grad_norm"]
-
-    exact_T, exact_norm = computed(torch.float64, "float64", torch.device("cpu"))
-    for precision in ("float32", "bfloat16"):
-        logprobs_T, norm = computed(torch.float32, precision, setting.device)
-        yield Figure("numbers", f"logprob_error_{precision}", float((logprobs_T - exact_T).abs().mean()))
-        yield Figure("numbers", f"grad_norm_error_{precision}", abs(norm - exact_norm) / exact_norm)
 
 
 def deterministic(setting: PartSetting) -> Iterator[Figure]:
@@ -108,12 +89,6 @@ def attention(setting: PartSetting) -> Iterator[Figure]:
     yield Figure("attention", "operators_per_layer", (more - few) / 2, f"{samples} x {length} tokens", note)
 
 
-def laid_out(batch: Batch, device: torch.device) -> Layout:
-    """The layout of a batch as one microbatch."""
-    columns = (batch.prompt_S.numpy(), batch.length_S.numpy(), batch.token_ids_T.numpy())
-    return Layout.from_flat(batch.prompts, *columns, device)
-
-
 def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
     """Bytes of all tensors and arrays in an object, each once."""
     seen = set() if seen is None else seen
@@ -138,9 +113,8 @@ def operators(setting: PartSetting, layers: int, batch: Batch) -> int:
     trainer = make_trainer(model, "bfloat16" if setting.is_gpu else "float32", 10**9)
     algorithm = make_algorithm()
     update(trainer, batch, algorithm)
-    activities = [ProfilerActivity.CUDA] if setting.is_gpu else [ProfilerActivity.CPU]
-    with profile(activities=activities) as watched:
+    if setting.is_gpu:
+        return watched(lambda: update(trainer, batch, algorithm)).kernels
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
         update(trainer, batch, algorithm)
-        synchronize()
-    is_counted = (lambda name: True) if setting.is_gpu else (lambda name: name.startswith("aten::"))
-    return sum(event.count for event in watched.key_averages() if is_counted(event.key))
+    return sum(event.count for event in recorded.key_averages() if event.key.startswith("aten::"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -21,9 +22,11 @@ from hone.rollout.local import graphs_on, make_stepper
 from hone.rollout.rows import RowJob
 from hone.rollout.scheduler import Scheduler
 from hone.tools.acceptance.figures import Figure
-from hone.tools.acceptance.setting import PROMPT, TINY, PartSetting, random_requests, shape_of, timed
+from hone.tools.acceptance.setting import NO_ACCELERATOR, PROMPT, TINY, PartSetting, random_requests, shape_of, timed
+from hone.tools.acceptance.usage import synchronizations, use_figures, watched
 
 GROUP, ROWS, TOKENS = 8, (8, 64, 512), 256
+WATCHED_TOKENS = (16, 48)
 FEWEST = ROWS[0]
 """Where launching kernels, not computing, is what takes time."""
 
@@ -37,11 +40,9 @@ def decoding(setting: PartSetting) -> Iterator[Figure]:
     for rows in ROWS[:1] if setting.tiny else ROWS:
         tokens = 8 if setting.tiny else TOKENS
         case = f"{rows} rows of {tokens} tokens"
-        launched_s, _ = timed(rollout(model, rows, tokens, None), repeats=1)
-        yield Figure("decoding", "decode_tokens_per_s", rows * tokens / launched_s, f"{case}, launched")
+        launched_s, _ = yield from drawing(setting, rollout(model, rows, tokens, None), tokens, f"{case}, launched")
         graphs = graphs_on(setting.device) or StepGraphs(lambda: launched_again)
-        replayed_s, drawn = timed(rollout(model, rows, tokens, graphs), repeats=1)
-        yield Figure("decoding", "decode_tokens_per_s", rows * tokens / replayed_s, f"{case}, graphs")
+        replayed_s, drawn = yield from drawing(setting, rollout(model, rows, tokens, graphs), tokens, f"{case}, graphs")
         yield Figure("decoding", "graphs_recorded", graphs.count, case)
         if rows == FEWEST:
             yield Figure("decoding", "graph_speedup", launched_s / replayed_s, case)
@@ -49,9 +50,45 @@ def decoding(setting: PartSetting) -> Iterator[Figure]:
         graphs.drop()
         if setting.is_gpu:
             yield Figure("decoding", "graph_gib", (held - reserved_bytes(setting)) / GIB, case)
-        again = rollout(model, rows, tokens, StepGraphs(lambda: launched_again))()
-        same = [np.array_equal(a, b) for a, b in zip(drawn, again, strict=True)]
+        again = rollout(model, rows, tokens, StepGraphs(lambda: launched_again))(tokens)
+        same = [np.array_equal(a, b) for a, b in zip(drawn.samples, again.samples, strict=True)]
         yield Figure("decoding", "same_samples", sum(same) / len(same), case)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What the scheduler did."""
+
+    samples: list[np.ndarray]
+    """Their tokens, in the order of the requests."""
+    steps: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.samples))
+
+
+def drawing(
+    setting: PartSetting, draw: Callable[[int], Drawn], tokens: int, case: str
+) -> Generator[Figure, None, tuple[float, Drawn]]:
+    """Speed of samples of so many tokens, and what steps do on the device. Returns seconds and samples."""
+    seconds, drawn = timed(partial(draw, tokens), repeats=1)
+    yield Figure("decoding", "decode_tokens_per_s", drawn.tokens / seconds, case)
+    yield Figure("decoding", "decode_step_ms", 1000 * seconds / drawn.steps, case)
+    if setting.is_gpu:
+        yield from use_of_steps(draw, case)
+    else:
+        yield Figure("decoding", "left_out", 1.0, f"kernels and waiting, {case}", NO_ACCELERATOR)
+    return seconds, drawn
+
+
+def use_of_steps(draw: Callable[[int], Drawn], case: str) -> Iterator[Figure]:
+    """How often the host waits in a step, and shares of the time."""
+    few, more = (partial(draw, tokens) for tokens in WATCHED_TOKENS)
+    steps = more().steps - few().steps
+    waits = synchronizations(more) - synchronizations(few)  # without those of computing prompts
+    yield Figure("decoding", "syncs_per_step", waits / steps, case)
+    yield from use_figures("decoding", watched(more), case)
 
 
 def launched_again(step: Step, inputs: Sequence[Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -64,23 +101,25 @@ def launched_again(step: Step, inputs: Sequence[Tensor]) -> tuple[Callable[[], N
     return replay, out
 
 
-def rollout(model: CausalModel, rows: int, tokens: int, graphs: StepGraphs | None) -> Callable[[], list[np.ndarray]]:
-    """A function that draws the same samples at each call, with one cache for all calls; their tokens, in order."""
+def rollout(model: CausalModel, rows: int, tokens: int, graphs: StepGraphs | None) -> Callable[[int], Drawn]:
+    """A function that draws the same samples, to as many tokens as it is asked for, with one cache for all calls."""
     prompts = rows // GROUP
     room = CacheRoom(PROMPT, tokens, 2 * prompts, rows)
     scheduler = Scheduler(make_stepper(model, rows, PREFILL_TOKENS, room, graphs=graphs), lambda ids: "", rows)
-    return partial(drawn_by, scheduler, random_requests(model.vocab_size, [tokens] * prompts, GROUP), tokens)
+    return partial(drawn_by, scheduler, random_requests(model.vocab_size, [tokens] * prompts, GROUP))
 
 
 @torch.no_grad()
-def drawn_by(scheduler: Scheduler, requests: Sequence[Request], tokens: int) -> list[np.ndarray]:
-    """Tokens of all samples, in the order of the requests."""
+def drawn_by(scheduler: Scheduler, requests: Sequence[Request], tokens: int) -> Drawn:
+    """Samples of all requests, drawn together."""
     jobs = [RowJob(request, tokens, ()) for request in requests]
     for job in jobs:
         scheduler.add(job)
+    steps = 0
     while not scheduler.idle:
         scheduler.step(0)
-    return [sample.token_ids for job in jobs for sample in job.samples]
+        steps += 1
+    return Drawn([sample.token_ids for job in jobs for sample in job.samples], steps)
 
 
 def reserved_bytes(setting: PartSetting) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +26,7 @@ from hone.rollout.vllm import VllmEngine
 from hone.rollout.vllm_args import VllmPlace
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
+    NO_ACCELERATOR,
     PROMPT,
     RUN_TIMEOUT_S,
     SMALL,
@@ -34,11 +35,12 @@ from hone.tools.acceptance.setting import (
     random_requests,
     shape_of,
 )
+from hone.tools.acceptance.usage import Usage, use_figures, watching
 from hone.train.policy import PolicyTrainer
 from hone.types import Group
 
 STEP_TIMEOUT_S, PREFILL_TOKENS = 120.0, 16384
-WARM_TOKENS, COMPARED_GROUPS = 16, 4
+WARM_TOKENS, WATCHED_TOKENS, COMPARED_GROUPS = 16, 48, 4
 
 
 def engines(setting: PartSetting) -> Iterator[Figure]:
@@ -52,49 +54,77 @@ def engines(setting: PartSetting) -> Iterator[Figure]:
     what = f"{prompts} prompts x {group}, {shortest} to {longest} tokens, {dtype}"
     with TemporaryDirectory(prefix="hone-gpu-") as name:
         save_hf(Path(name), model.hf_config, model.named_weights())
-        own_s, own = asyncio.run(drawn_by(partial(start_own, model, requests), requests))
+        own = asyncio.run(drawn_by(partial(start_own, model, requests), requests, setting))
         give_back_memory()
         trainer = make_trainer(model, dtype, setting.budget)
-        yield from figures_of("hone", what, own_s, own, trainer)
+        yield from figures_of("hone", what, own, trainer)
+        if not setting.is_gpu:
+            yield Figure("engines", "left_out", 1.0, "kernels and waiting", NO_ACCELERATOR)
         if importlib.util.find_spec("vllm") is None:
             yield Figure("engines", "left_out", 1.0, "vllm", "vLLM is not installed")
             return
         place = VllmPlace(
             Path(name), dtype, PROMPT + longest, max_concurrent=prompts * group, prefill_tokens=PREFILL_TOKENS
         )
-        vllm_s, theirs = asyncio.run(drawn_by(partial(start_vllm, place), requests))
-        yield from figures_of("vllm", what, vllm_s, theirs, trainer)
-        yield Figure("engines", "engine_ratio", (tokens_of(own) / own_s) / (tokens_of(theirs) / vllm_s), what)
+        theirs = asyncio.run(drawn_by(partial(start_vllm, place), requests, setting))
+        yield from figures_of("vllm", what, theirs, trainer)
+        yield Figure("engines", "engine_ratio", own.tokens_per_s / theirs.tokens_per_s, what)
 
 
-def figures_of(
-    use: str, what: str, seconds: float, groups: Sequence[Group], trainer: PolicyTrainer
-) -> Iterator[Figure]:
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What an engine made of all requests."""
+
+    groups: Sequence[Group]
+    seconds: float
+    use: Usage | None
+    """Of the device, by short samples; None without one."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [len(sample.token_ids) for group in self.groups for sample in group.samples]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.lengths) / self.seconds
+
+
+def figures_of(use: str, what: str, answers: Answers, trainer: PolicyTrainer) -> Iterator[Figure]:
     """An engine's speed, and how far its logprobs are from the trainer's with some of its samples."""
     case = f"{use}, {what}"
-    yield Figure("engines", "engine_tokens_per_s", tokens_of(groups) / seconds, case)
-    batch = collate([group.scored({}, (0.0,) * len(group.samples)) for group in groups[:COMPARED_GROUPS]])
+    yield Figure("engines", "engine_tokens_per_s", answers.tokens_per_s, case)
+    yield Figure("engines", "engine_step_ms", 1000 * answers.seconds / max(answers.lengths), case)
+    if answers.use is not None:
+        yield from use_figures("engines", answers.use, f"{use}, samples of {WATCHED_TOKENS} tokens")
+    compared = answers.groups[:COMPARED_GROUPS]
+    batch = collate([group.scored({}, (0.0,) * len(group.samples)) for group in compared])
     gap = (trainer.logprobs(batch).cpu() - batch.sampler_logprobs_T).abs().mean()
     yield Figure("engines", "gate_gap", float(gap), case)
 
 
-def tokens_of(groups: Sequence[Group]) -> int:
-    """Sampled tokens."""
-    return sum(len(sample.token_ids) for group in groups for sample in group.samples)
-
-
-async def drawn_by(start: Callable[[], Awaitable[Engine]], requests: Sequence[Request]) -> tuple[float, list[Group]]:
-    """Seconds in which a new engine answers all requests, sent at once, after short ones for the same prompts."""
-    engine = await start()
+async def drawn_by(
+    start: Callable[[], Awaitable[Engine]], requests: Sequence[Request], setting: PartSetting
+) -> Answers:
+    """A new engine answers all requests, sent at once, after short ones for the same prompts."""
+    engine, use = await start(), None
     try:
-        warm = [replace(one, sampling=replace(one.sampling, max_tokens=WARM_TOKENS)) for one in requests]
-        await asyncio.gather(*map(engine.generate, warm))
+        await asyncio.gather(*map(engine.generate, shortened(requests, WARM_TOKENS)))
         started = time.perf_counter()
         samples = await asyncio.gather(*map(engine.generate, requests))
         seconds = time.perf_counter() - started
+        if setting.is_gpu:
+            with watching() as use:
+                await asyncio.gather(*map(engine.generate, shortened(requests, WATCHED_TOKENS)))
     finally:
         await engine.close()
-    return seconds, [Group(request.prompt, own) for request, own in zip(requests, samples, strict=True)]
+    groups = [Group(request.prompt, own) for request, own in zip(requests, samples, strict=True)]
+    return Answers(groups, seconds, use)
+
+
+def shortened(requests: Sequence[Request], tokens: int) -> list[Request]:
+    """The same for samples of so many tokens."""
+    return [replace(one, sampling=replace(one.sampling, max_tokens=tokens)) for one in requests]
 
 
 async def start_own(model: CausalModel, requests: Sequence[Request]) -> LocalEngine:

@@ -12,17 +12,20 @@ from pathlib import Path
 
 from hone.assemble.job import set_up_arithmetic
 from hone.config.run import RunSection
-from hone.tools.acceptance.arithmetic import attention, deterministic, devices, numbers
+from hone.tools.acceptance.arithmetic import attention, deterministic, devices
 from hone.tools.acceptance.baseline import transformers
 from hone.tools.acceptance.decoding import decoding
 from hone.tools.acceptance.engines import engines
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.kernels import kernels
+from hone.tools.acceptance.modes import modes
+from hone.tools.acceptance.numbers import numbers
 from hone.tools.acceptance.pictures import pictures
 from hone.tools.acceptance.publishing import publishing
 from hone.tools.acceptance.runs import cluster, run
 from hone.tools.acceptance.setting import PartSetting
 from hone.tools.acceptance.several import several
+from hone.tools.acceptance.sleeping import sleeping
 from hone.tools.acceptance.trainers import export, trainer_part
 
 PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
@@ -34,6 +37,7 @@ PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "trainer-0.6b": trainer_part("0.6b"),
     "trainer-1.7b": trainer_part("1.7b"),
     "trainer-4b": trainer_part("4b"),
+    "modes": modes,
     "transformers": transformers,
     "decoding": decoding,
     "engines": engines,
@@ -42,6 +46,7 @@ PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "run": run,
     "cluster": cluster,
     "several": several,
+    "sleeping": sleeping,
     "pictures": pictures,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -15,14 +16,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hone.memory.record import comparison
+from hone.observe.events import events_of
 from hone.tools.acceptance.figures import Figure
-from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, shape_of
+from hone.tools.acceptance.setting import NO_ACCELERATOR, RUN_TIMEOUT_S, TINY, PartSetting, shape_of
 
-STEPS = 4
+STEPS = 6
+TRAIN = (sys.executable, "-m", "hone.cli.main", "train", "run.yaml")
 
 
 def run(setting: PartSetting) -> Iterator[Figure]:
-    """`hone train` in one process: the gate, memory against the plan, a kill and a resumption, the export."""
+    """`hone train` in one process: the gate, memory against the plan, a kill and a resumption, the export; and whether
+    the same run without the kill ends in the same weights."""
     yield from whole_run("run", setting, {"backend": "local"})
 
 
@@ -33,7 +37,7 @@ def cluster(setting: PartSetting) -> Iterator[Figure]:
         return
     uses = ["hone", "vllm"] if importlib.util.find_spec("vllm") and setting.is_gpu else ["hone"]
     if "vllm" not in uses:
-        yield Figure("cluster", "left_out", 1.0, "vllm", "vLLM is not installed, or here is no accelerator")
+        yield Figure("cluster", "left_out", 1.0, "vllm", f"vLLM is not installed, or {NO_ACCELERATOR}")
     for use in uses:
         pools = {} if setting.is_gpu else {"pools": {"all": {"devices": 1, "roles": ["policy", "rollout"]}}}
         yield from whole_run("cluster", setting, {"backend": "ray", "engines": {"use": use}, **pools}, case=use)
@@ -46,13 +50,17 @@ def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case:
         folder = Path(name)
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
         (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        (folder / "run.yaml").write_text(json.dumps(run_file(setting, shape, section)))
+        (folder / "run.yaml").write_text(json.dumps(run_file(setting, shape, section, is_compared=part == "run")))
         code, log = train(folder, kill_after=STEPS // 2)
         lines = metrics_of(folder)
         yield Figure(part, "steps", max((line["step"] for line in lines), default=0) if code == 0 else 0, case, log)
         if code:
             return
         yield Figure(part, "resumed_steps", lines[-1]["step"], case)
+        if part == "run":
+            yield Figure(part, "resumed_same", float(digest(folder / "out") == uninterrupted(folder)), case)
+        else:
+            yield Figure(part, "engines_first", float(is_in_order(folder / "out" / "events.jsonl")), case)
         yield Figure(part, "exported", float((folder / "out/hf/config.json").is_file()), case)
         gaps = [line["gate/logprob_gap"] for line in lines if "gate/logprob_gap" in line]
         yield Figure(part, "gate_gap", gaps[0] if gaps else float("inf"), case)
@@ -73,11 +81,52 @@ def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case:
             yield Figure(part, "memory_over_plan", ratios[worst], case, worst)
 
 
-def run_file(setting: PartSetting, shape: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """A run of a random model on sums."""
+def digest(run_dir: Path) -> str:
+    """Hash of the weights that a run exported."""
+    found = hashlib.blake2b()
+    for file in sorted((run_dir / "hf").glob("*.safetensors")):
+        with file.open("rb") as read:
+            found.update(hashlib.file_digest(read, "blake2b").digest())
+    return found.hexdigest()
+
+
+def uninterrupted(folder: Path) -> str:
+    """Hash of the weights of the same run without a kill; empty if it failed."""
+    with (folder / "straight.log").open("w") as log:
+        words = [*TRAIN, "run.dir=straight"]
+        done = subprocess.run(words, cwd=folder, stdout=log, stderr=log, timeout=RUN_TIMEOUT_S, check=False)
+    return digest(folder / "straight") if done.returncode == 0 else ""
+
+
+def is_in_order(events: Path) -> bool:
+    """Whether, before each trainer started, engines were up, and asleep where they share its devices."""
+    up, states, starts = set[str](), dict[str, str](), 0
+    for event in events_of(events, ("replica_up", "replica_state", "trainer_up")):
+        kind, name = event["kind"], event.get("replica", "")
+        if kind == "replica_up":
+            up.add(name)
+        elif kind == "replica_state":
+            states[name] = event["state"]
+        elif kind == "trainer_up":
+            starts += 1
+            if not up or any(states.get(engine) != "offloaded" for engine in up):
+                return False
+            up, states = set(), {}  # a resumed run starts its own
+    return starts > 0
+
+
+def run_file(
+    setting: PartSetting, shape: Mapping[str, Any], section: Mapping[str, Any], *, is_compared: bool
+) -> dict[str, Any]:
+    """A run of a random model on sums, with sums in a fixed order where it is compared with another."""
     return {
         "extends": "algorithm/dr_grpo",
-        "run": {"dir": "out", "steps": STEPS, **({} if setting.is_gpu else {"device": "cpu"})},
+        "run": {
+            "dir": "out",
+            "steps": STEPS,
+            "deterministic": is_compared,
+            **({} if setting.is_gpu else {"device": "cpu"}),
+        },
         "model": {"init": dict(shape), "characters": "0123456789+= "},
         "data": {"train": "rows.jsonl", "answer_column": "answer", "max_prompt_tokens": 16},
         "reward": {"components": [{"use": "exact"}]},
@@ -91,9 +140,8 @@ def run_file(setting: PartSetting, shape: Mapping[str, Any], section: Mapping[st
 
 def train(folder: Path, *, kill_after: int) -> tuple[int, str]:
     """`hone train`, killed after so many updates and then resumed. Returns exit code and last line of the log."""
-    command = [sys.executable, "-m", "hone.cli.main", "train", "run.yaml"]
     with (folder / "log").open("w") as log:
-        first = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        first = subprocess.Popen(TRAIN, cwd=folder, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + RUN_TIMEOUT_S
         while first.poll() is None and time.monotonic() < deadline:
             if len([line for line in metrics_of(folder) if "time/step_s" in line]) >= kill_after:
@@ -104,7 +152,7 @@ def train(folder: Path, *, kill_after: int) -> tuple[int, str]:
         code = first.wait()
         if code == -signal.SIGKILL:
             left = max(deadline - time.monotonic(), 1)
-            code = subprocess.run([*command, "--resume"], cwd=folder, stdout=log, stderr=log, timeout=left).returncode
+            code = subprocess.run([*TRAIN, "--resume"], cwd=folder, stdout=log, stderr=log, timeout=left).returncode
     said = (folder / "log").read_text("utf-8", "replace").strip().splitlines()
     return code, said[-1][:200] if code and said else ""
 

@@ -17,6 +17,7 @@ from hone.config.algorithm import AlgorithmSection
 from hone.config.run import OptimizerSection
 from hone.devices import is_accelerator, synchronize
 from hone.model.base import CausalModel
+from hone.model.layout import Layout
 from hone.plan.presets import named_config
 from hone.rollout.engine import Request, Sampling
 from hone.train.learner import Passes
@@ -49,6 +50,7 @@ SMALL = {
 }
 """Heads of 64, which vLLM has kernels for everywhere."""
 RUN_TIMEOUT_S = 420.0
+NO_ACCELERATOR = "here is no accelerator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,12 @@ def random_batch(lengths: Sequence[int], prompts: int, *, vocab: int, prompt_tok
         reward_S=torch.ones(len(lengths)),
         columns={"advantages_T": torch.from_numpy(random.standard_normal(total)).float()},
     )
+
+
+def laid_out(batch: Batch, device: torch.device) -> Layout:
+    """The layout of a batch as one microbatch."""
+    columns = (batch.prompt_S.numpy(), batch.length_S.numpy(), batch.token_ids_T.numpy())
+    return Layout.from_flat(batch.prompts, *columns, device)
 
 
 def random_requests(vocab: int, tokens: Sequence[int], group: int) -> list[Request]:
