@@ -9,20 +9,20 @@ import torch
 from torch._C._autograd import DeviceType
 
 from hone.tools.acceptance import decoding, trainers, usage
-from hone.tools.acceptance.decoding import Drawn
+from hone.tools.acceptance.decoding import DrawnSteps
 from hone.tools.acceptance.modes import Way, beside_first, beside_torch
-from hone.tools.acceptance.numbers import Outcome, errors_of, layout_shapes
+from hone.tools.acceptance.numbers import UpdateOutcome, errors_of, layout_shapes
 from hone.tools.acceptance.runs import digest, is_in_order
 from hone.tools.acceptance.setting import PartSetting, UpdateFigures, laid_out
-from hone.tools.acceptance.usage import Event, Usage, covered_us, watched
+from hone.tools.acceptance.usage import DeviceUsage, RecordedEvent, covered_us, watched
 
 
 def kernel(start, end, name="gemm"):
-    return Event(name, True, start, end)
+    return RecordedEvent(name, True, start, end)
 
 
 def call(start, end, name="cudaLaunchKernel"):
-    return Event(name, False, start, end)
+    return RecordedEvent(name, False, start, end)
 
 
 def test_overlapping_events_count_once():
@@ -32,7 +32,7 @@ def test_overlapping_events_count_once():
 
 def test_a_device_is_busy_while_it_computes_and_a_host_while_it_does_not_wait():
     waits = [call(20, 60, "cudaStreamSynchronize"), call(50, 70, "hipDeviceSynchronize")]
-    use = Usage(100e-6, [kernel(10, 40), kernel(30, 60), call(0, 5), call(6, 9, "cudaEventRecord"), *waits])
+    use = DeviceUsage(100e-6, [kernel(10, 40), kernel(30, 60), call(0, 5), call(6, 9, "cudaEventRecord"), *waits])
     assert use.kernels == 2, "calls of the host are none"
     assert use.busy_frac == pytest.approx(0.5)
     assert (use.host_frac, use.host_s) == (pytest.approx(0.5), pytest.approx(50e-6))
@@ -73,7 +73,7 @@ def test_waiting_in_a_step_does_not_count_that_of_prompts(monkeypatch):
 
     def draw(tokens):
         waits["count"] += 3 + tokens
-        return Drawn([], steps=tokens + 1)
+        return DrawnSteps([], steps=tokens + 1)
 
     def synchronizations(work):
         before = waits["count"]
@@ -81,7 +81,7 @@ def test_waiting_in_a_step_does_not_count_that_of_prompts(monkeypatch):
         return waits["count"] - before
 
     monkeypatch.setattr(decoding, "synchronizations", synchronizations)
-    monkeypatch.setattr(decoding, "watched", lambda work: Usage(1e-3, [kernel(0, 250)]))
+    monkeypatch.setattr(decoding, "watched", lambda work: DeviceUsage(1e-3, [kernel(0, 250)]))
     found = by_name(decoding.use_of_steps(draw, "here"))
     assert found == {"syncs_per_step": 1.0, "decode_busy": pytest.approx(0.25), "decode_host_frac": 1.0}
 
@@ -89,7 +89,7 @@ def test_waiting_in_a_step_does_not_count_that_of_prompts(monkeypatch):
 def test_use_of_an_update_is_by_microbatch(monkeypatch):
     waits = [call(0, 400, "cudaStreamSynchronize")]
     monkeypatch.setattr(trainers, "synchronizations", lambda work: 4)
-    monkeypatch.setattr(trainers, "watched", lambda work: Usage(1e-3, [kernel(0, 300), kernel(300, 900), *waits]))
+    monkeypatch.setattr(trainers, "watched", lambda work: DeviceUsage(1e-3, [kernel(0, 300), kernel(300, 900), *waits]))
     found = by_name(trainers.use_of_update("trainer", "here", lambda: None, {"train/microbatches": 2}))
     assert (found["syncs_per_microbatch"], found["kernels_per_microbatch"]) == (2, 1)
     assert (found["host_ms_per_microbatch"], found["update_busy"]) == (pytest.approx(0.3), pytest.approx(0.9))
@@ -97,7 +97,7 @@ def test_use_of_an_update_is_by_microbatch(monkeypatch):
 
 def outcome(**other):
     numbers = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    return Outcome(
+    return UpdateOutcome(
         **{
             "hidden_UH": numbers,
             "logprobs_T": numbers,

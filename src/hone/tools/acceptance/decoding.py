@@ -56,7 +56,7 @@ def decoding(setting: PartSetting) -> Iterator[Figure]:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnSteps:
     """What the scheduler did."""
 
     samples: list[np.ndarray]
@@ -69,8 +69,8 @@ class Drawn:
 
 
 def drawing(
-    setting: PartSetting, draw: Callable[[int], Drawn], tokens: int, case: str
-) -> Generator[Figure, None, tuple[float, Drawn]]:
+    setting: PartSetting, draw: Callable[[int], DrawnSteps], tokens: int, case: str
+) -> Generator[Figure, None, tuple[float, DrawnSteps]]:
     """Speed of samples of so many tokens, and what steps do on the device. Returns seconds and samples."""
     seconds, drawn = timed(partial(draw, tokens), repeats=1)
     yield Figure("decoding", "decode_tokens_per_s", drawn.tokens / seconds, case)
@@ -82,7 +82,7 @@ def drawing(
     return seconds, drawn
 
 
-def use_of_steps(draw: Callable[[int], Drawn], case: str) -> Iterator[Figure]:
+def use_of_steps(draw: Callable[[int], DrawnSteps], case: str) -> Iterator[Figure]:
     """How often the host waits in a step, and shares of the time."""
     few, more = (partial(draw, tokens) for tokens in WATCHED_TOKENS)
     steps = more().steps - few().steps
@@ -101,7 +101,7 @@ def launched_again(step: Step, inputs: Sequence[Tensor]) -> tuple[Callable[[], N
     return replay, out
 
 
-def rollout(model: CausalModel, rows: int, tokens: int, graphs: StepGraphs | None) -> Callable[[int], Drawn]:
+def rollout(model: CausalModel, rows: int, tokens: int, graphs: StepGraphs | None) -> Callable[[int], DrawnSteps]:
     """A function that draws the same samples, to as many tokens as it is asked for, with one cache for all calls."""
     prompts = rows // GROUP
     room = CacheRoom(PROMPT, tokens, 2 * prompts, rows)
@@ -110,7 +110,7 @@ def rollout(model: CausalModel, rows: int, tokens: int, graphs: StepGraphs | Non
 
 
 @torch.no_grad()
-def drawn_by(scheduler: Scheduler, requests: Sequence[Request], tokens: int) -> Drawn:
+def drawn_by(scheduler: Scheduler, requests: Sequence[Request], tokens: int) -> DrawnSteps:
     """Samples of all requests, drawn together."""
     jobs = [RowJob(request, tokens, ()) for request in requests]
     for job in jobs:
@@ -119,7 +119,7 @@ def drawn_by(scheduler: Scheduler, requests: Sequence[Request], tokens: int) -> 
     while not scheduler.idle:
         scheduler.step(0)
         steps += 1
-    return Drawn([sample.token_ids for job in jobs for sample in job.samples], steps)
+    return DrawnSteps([sample.token_ids for job in jobs for sample in job.samples], steps)
 
 
 def reserved_bytes(setting: PartSetting) -> int:

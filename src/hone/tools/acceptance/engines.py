@@ -35,7 +35,7 @@ from hone.tools.acceptance.setting import (
     random_requests,
     shape_of,
 )
-from hone.tools.acceptance.usage import Usage, use_figures, watching
+from hone.tools.acceptance.usage import DeviceUsage, use_figures, watching
 from hone.train.policy import PolicyTrainer
 from hone.types import Group
 
@@ -72,12 +72,12 @@ def engines(setting: PartSetting) -> Iterator[Figure]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class EngineAnswers:
     """What an engine made of all requests."""
 
     groups: Sequence[Group]
     seconds: float
-    use: Usage | None
+    use: DeviceUsage | None
     """Of the device, by short samples; None without one."""
 
     @property
@@ -90,7 +90,7 @@ class Answers:
         return sum(self.lengths) / self.seconds
 
 
-def figures_of(use: str, what: str, answers: Answers, trainer: PolicyTrainer) -> Iterator[Figure]:
+def figures_of(use: str, what: str, answers: EngineAnswers, trainer: PolicyTrainer) -> Iterator[Figure]:
     """An engine's speed, and how far its logprobs are from the trainer's with some of its samples."""
     case = f"{use}, {what}"
     yield Figure("engines", "engine_tokens_per_s", answers.tokens_per_s, case)
@@ -105,7 +105,7 @@ def figures_of(use: str, what: str, answers: Answers, trainer: PolicyTrainer) ->
 
 async def drawn_by(
     start: Callable[[], Awaitable[Engine]], requests: Sequence[Request], setting: PartSetting
-) -> Answers:
+) -> EngineAnswers:
     """A new engine answers all requests, sent at once, after short ones for the same prompts."""
     engine, use = await start(), None
     try:
@@ -119,7 +119,7 @@ async def drawn_by(
     finally:
         await engine.close()
     groups = [Group(request.prompt, own) for request, own in zip(requests, samples, strict=True)]
-    return Answers(groups, seconds, use)
+    return EngineAnswers(groups, seconds, use)
 
 
 def shortened(requests: Sequence[Request], tokens: int) -> list[Request]:

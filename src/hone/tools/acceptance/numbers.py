@@ -27,7 +27,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class UpdateOutcome:
     """What a new trainer makes of a batch, in float64 on the CPU."""
 
     hidden_UH: Tensor
@@ -68,7 +68,7 @@ def layout_shapes(setting: PartSetting, vocab: int) -> Mapping[str, Batch]:
 
 def computed(
     shape: Mapping[str, Any], batch: Batch, dtype: torch.dtype, precision: str, device: torch.device
-) -> Outcome:
+) -> UpdateOutcome:
     """One pass without gradient and one optimizer step."""
     model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=device)
     trainer = make_trainer(model, precision, 10**6)
@@ -79,7 +79,7 @@ def computed(
     tensors, _ = trainer.state()
     # The first average of Adam that starts from zero is the gradient, scaled alike for all weights.
     averages = {name: tensor for name, tensor in tensors.items() if name.startswith("exp_avg/")}
-    return Outcome(
+    return UpdateOutcome(
         hidden_UH.double().cpu(),
         logprobs_T.double().cpu(),
         norm,
@@ -93,7 +93,7 @@ def flat(tensors: Mapping[str, Any]) -> Tensor:
     return torch.cat([tensors[name].detach().double().cpu().flatten() for name in sorted(tensors)])
 
 
-def errors_of(found: Outcome, exact: Outcome) -> dict[str, float]:
+def errors_of(found: UpdateOutcome, exact: UpdateOutcome) -> dict[str, float]:
     """What each figure says of two outcomes, without the precision in its name."""
     return {
         "hidden_error": apart(found.hidden_UH, exact.hidden_UH),

@@ -20,7 +20,7 @@ WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RecordedEvent:
     """One that the profiler recorded."""
 
     name: str
@@ -30,11 +30,11 @@ class Event:
 
 
 @dataclass(slots=True)
-class Usage:
+class DeviceUsage:
     """What was recorded between two moments; filled when the later one has come."""
 
     seconds: float = 0.0
-    events: list[Event] = field(default_factory=list)
+    events: list[RecordedEvent] = field(default_factory=list)
 
     @property
     def kernels(self) -> int:
@@ -58,7 +58,7 @@ class Usage:
         return self.host_s / self.seconds
 
 
-def covered_us(events: Iterable[Event]) -> float:
+def covered_us(events: Iterable[RecordedEvent]) -> float:
     """Time in which at least one of the events lasts."""
     total, end = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.start_us):
@@ -67,16 +67,16 @@ def covered_us(events: Iterable[Event]) -> float:
     return total
 
 
-def use_figures(part: str, use: Usage, case: str) -> Iterator[Figure]:
+def use_figures(part: str, use: DeviceUsage, case: str) -> Iterator[Figure]:
     """Shares of the time, of engines."""
     yield Figure(part, "decode_busy", use.busy_frac, case)
     yield Figure(part, "decode_host_frac", use.host_frac, case)
 
 
 @contextmanager
-def watching() -> Iterator[Usage]:
+def watching() -> Iterator[DeviceUsage]:
     """Records what this process does on a GPU inside, in all threads. Recording makes each launch a little slower."""
-    found = Usage()
+    found = DeviceUsage()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         synchronize()
         started = time.perf_counter()
@@ -84,13 +84,13 @@ def watching() -> Iterator[Usage]:
         synchronize()
         found.seconds = time.perf_counter() - started
     found.events += [
-        Event(one.name, one.device_type != DeviceType.CPU, one.time_range.start, one.time_range.end)
+        RecordedEvent(one.name, one.device_type != DeviceType.CPU, one.time_range.start, one.time_range.end)
         for one in recorded.events() or ()
         if not one.is_user_annotation  # which lasts as long as all kernels in it together
     ]
 
 
-def watched(work: Callable[[], object]) -> Usage:
+def watched(work: Callable[[], object]) -> DeviceUsage:
     """What is recorded of a function."""
     with watching() as found:
         work()
