@@ -16,6 +16,7 @@ from hone.tools.acceptance.arithmetic import attention, deterministic, devices
 from hone.tools.acceptance.baseline import transformers
 from hone.tools.acceptance.decoding import decoding
 from hone.tools.acceptance.engines import engines
+from hone.tools.acceptance.exports import export
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.kernels import kernels
 from hone.tools.acceptance.modes import modes
@@ -26,7 +27,7 @@ from hone.tools.acceptance.runs import cluster, run
 from hone.tools.acceptance.setting import PartSetting
 from hone.tools.acceptance.several import several
 from hone.tools.acceptance.sleeping import sleeping
-from hone.tools.acceptance.trainers import export, trainer_part
+from hone.tools.acceptance.trainers import trainer_part
 
 PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "devices": devices,

@@ -1,17 +1,13 @@
-"""Parts that time a trainer against the plan: passes at each length, memory, calibration, and the export."""
+"""Parts that time a trainer against the plan: passes at each length, memory and calibration."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
 from hone.algo.algorithm import Algorithm
 from hone.devices import devices_here, module_of
-from hone.memory.gauges import GIB
 from hone.model.load import init_model
 from hone.plan import time as roofline
 from hone.plan.efficiency import MeasuredRates, remember_rates
@@ -91,22 +87,3 @@ def use_of_update(name: str, case: str, work: Callable[[], object], metrics: Map
     yield Figure(name, "kernels_per_microbatch", use.kernels / microbatches, case)
     yield Figure(name, "host_ms_per_microbatch", 1000 * use.host_s / microbatches, case)
     yield Figure(name, "update_busy", use.busy_frac, case)
-
-
-def export(setting: PartSetting) -> Iterator[Figure]:
-    """Writing the weights: how fast, and how much of the device it takes."""
-    shape = TINY if setting.tiny else shape_of("0.6b")
-    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
-    trainer = make_trainer(model, "float32", 1024)
-    with TemporaryDirectory(prefix="hone-gpu-") as folder:
-        before = module_of(setting.device).memory_allocated() if setting.is_gpu else 0
-        if setting.is_gpu:
-            module_of(setting.device).reset_peak_memory_stats()
-        started = time.perf_counter()
-        trainer.write_weights(Path(folder), torch.bfloat16)
-        seconds = time.perf_counter() - started
-        written = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-    yield Figure("export", "export_gib_per_s", written / GIB / seconds)
-    if setting.is_gpu:
-        taken = module_of(setting.device).max_memory_allocated() - before
-        yield Figure("export", "export_device_gib", taken / GIB)
