@@ -12,8 +12,7 @@ from pathlib import Path
 
 from foreign_commands import CORPORA, TOOLS_OF_CORPORA, commands, is_rl
 
-from hone.dialects.defaults import known_versions
-from hone.dialects.foreign import ForeignRun
+from hone.dialects.foreign import ForeignRun, known_versions
 from hone.dialects.translate import dialects, find_row
 from hone.dialects.verdict import ForeignJob, Row
 from hone.observe.whole import write_whole

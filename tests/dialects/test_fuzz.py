@@ -8,9 +8,8 @@ from foreign_commands import TOOLS_OF_CORPORA, as_file, commands
 from hone.config.yaml_tree import read_yaml
 from hone.dialects.foreign import DialectError
 from hone.dialects.reading import read_foreign
-from hone.dialects.report import report_lines
 from hone.dialects.translate import translate
-from hone.dialects.writing import run_file_of
+from hone.dialects.writing import report_lines, run_file_of
 
 SECRET = "hf_0123456789abcdefghijABCDEFGHIJ"
 PIECES = [

@@ -4,8 +4,7 @@ import pytest
 
 from hone.cli.main import main
 from hone.config.load import load_config
-from hone.dialects.defaults import defaults_of, known_versions
-from hone.dialects.foreign import ForeignRun
+from hone.dialects.foreign import ForeignRun, defaults_of, known_versions
 from hone.dialects.reading import TOOLS, read_foreign
 from hone.dialects.translate import dialects, find_row, read_row, translate
 from hone.dialects.verdict import ForeignJob

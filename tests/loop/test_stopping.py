@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hone.runtime.stopping import unless_stopped
+from hone.runtime.processes import unless_stopped
 
 
 def raced(work, *, stops):

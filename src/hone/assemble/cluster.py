@@ -34,7 +34,7 @@ from hone.errors import ClusterLost, PlacementError, Stopped
 from hone.loop.run import Offloadable
 from hone.rollout.engine import Engine
 from hone.rollout.router import Router
-from hone.runtime.stopping import unless_stopped
+from hone.runtime.processes import unless_stopped
 from hone.train.checkpoint import SavedCheckpoint
 from hone.train.pairs import PairLearner
 from hone.train.trainer import Trainer

@@ -12,9 +12,8 @@ import typer
 from hone.cli.arguments import AsJson, examples
 from hone.dialects.foreign import DialectError, Tool
 from hone.dialects.reading import MAX_BYTES, TOOLS, read_foreign
-from hone.dialects.report import report_lines
 from hone.dialects.translate import Imported, translate
-from hone.dialects.writing import run_file_of
+from hone.dialects.writing import report_lines, run_file_of
 from hone.observe.whole import write_whole
 
 EXAMPLES = examples(

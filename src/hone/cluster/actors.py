@@ -93,7 +93,27 @@ MakeTrainer = Callable[[Seat], AbstractContextManager[Roles | PairTrainer]]
 MakeEngine = Callable[[], Awaitable[Engine]]
 
 
-class TrainerRank:
+class TakesWeights:
+    """An actor that senders bring new weights to; see `weights.receive`."""
+
+    _receiver: Receiver | None = None
+
+    @property
+    def receiver(self) -> Receiver:
+        assert self._receiver is not None, "build comes first"
+        return self._receiver
+
+    async def begin_weights(self, update: Update) -> None:
+        await self.receiver.begin(update)
+
+    async def load_weights(self, update_id: str, sender: int, header: Header, part: Part) -> None:
+        await self.receiver.load(update_id, sender, header, part)
+
+    async def commit_weights(self, update_id: str, sender: int, manifest: Manifest) -> str:
+        return await self.receiver.commit(update_id, sender, manifest)
+
+
+class TrainerRank(TakesWeights):
     """One rank of a trainer, with some of its roles. Every rank gets the same calls, and only rank 0 returns results.
 
     Args:
@@ -246,16 +266,6 @@ class TrainerRank:
         """Leave the others."""
         await self.computed(self._open.close)
 
-    async def begin_weights(self, update: Update) -> None:
-        """New weights for the reference; see `weights.receive`, also for the next two."""
-        await self._receiver.begin(update)
-
-    async def load_weights(self, update_id: str, sender: int, header: Header, part: Part) -> None:
-        await self._receiver.load(update_id, sender, header, part)
-
-    async def commit_weights(self, update_id: str, sender: int, manifest: Manifest) -> str:
-        return await self._receiver.commit(update_id, sender, manifest)
-
     @property
     def held(self) -> Roles | PairTrainer:
         assert self._trainer is not None, "build comes first"
@@ -299,13 +309,12 @@ News = tuple[int, Sample | HoneError | None]
 """A request's number, and a finished sample, its error, or None when it is done."""
 
 
-class EngineActor:
+class EngineActor(TakesWeights):
     """One engine: requests come in by `submit`, finished samples are polled with `take`."""
 
     def __init__(self) -> None:
         end_with_ray()
         self._engine: Engine | None = None
-        self._receiver: Receiver | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._news: list[News] = []
         self._is_news, self._is_idle = asyncio.Event(), asyncio.Event()
@@ -347,17 +356,8 @@ class EngineActor:
             task.cancel()
 
     async def connect_weights(self, address: GroupAddress) -> None:
-        """See `weights.receive`, also for the next three."""
+        """See `weights.receive`."""
         await self.receiver.connect(address)
-
-    async def begin_weights(self, update: Update) -> None:
-        await self.receiver.begin(update)
-
-    async def load_weights(self, update_id: str, sender: int, header: Header, part: Part) -> None:
-        await self.receiver.load(update_id, sender, header, part)
-
-    async def commit_weights(self, update_id: str, sender: int, manifest: Manifest) -> str:
-        return await self.receiver.commit(update_id, sender, manifest)
 
     async def sleep(self) -> None:
         await self.engine.sleep()
@@ -376,11 +376,6 @@ class EngineActor:
     def engine(self) -> Engine:
         assert self._engine is not None, "build comes first"
         return self._engine
-
-    @property
-    def receiver(self) -> Receiver:
-        assert self._receiver is not None, "build comes first"
-        return self._receiver
 
     async def _generate(self, number: int, request: Request) -> None:
         try:

@@ -1,10 +1,16 @@
-"""What a foreign file asks for: a tool, a program of it, and keys with values. Holes stand for what cannot be known."""
+"""What a foreign file asks for: a tool, a program of it, and keys with values. Holes stand for what cannot be known.
+
+And defaults of the tools by version: facts taken from the released packages by `hone.tools.foreign_defaults`.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from typing import Any, Literal
 
 from hone.config.messages import is_secret_key, is_secret_value
@@ -111,3 +117,37 @@ def _is_random(text: str) -> bool:
     """Long, with letters and digits mixed for long without a break; names of models and runs have words."""
     runs = re.findall(r"[A-Za-z0-9]{16,}", text) if _TOKEN.fullmatch(text) else ()
     return any(not run.isalpha() and not run.isdigit() for run in runs)
+
+
+Table = Mapping[str, Any]
+ABSENT = "(absent)"
+"""In the facts: from this version on the key does not exist."""
+
+
+@cache
+def _facts(tool: str) -> Table:
+    """`{"versions": [...], "programs": {name: {key: [[first version, default], ...]}}}`."""
+    file = files("hone.dialects") / "facts" / f"{tool}.json"
+    return json.loads(file.read_text("utf-8"))
+
+
+def known_versions(tool: str) -> tuple[str, ...]:
+    return tuple(_facts(tool)["versions"])
+
+
+def defaults_of(foreign: ForeignRun, version: str) -> dict[str, Any]:
+    """Foreign key -> default of the program at a version; of a key that is newer, nothing."""
+    programs = _facts(foreign.tool)["programs"]
+    kind = next((name for name in programs if name != "*" and name in foreign.program), "*")
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(("*", kind)):
+        for key, steps in programs.get(name, {}).items():
+            values = [value for first, value in steps if version_key(first) <= version_key(version)]
+            if values and values[-1] != ABSENT:
+                found[key] = values[-1]
+    return found
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """For comparing: 0.10.1.post2 -> (0, 10, 1, 2)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version))

@@ -10,8 +10,7 @@ from typing import Any
 
 from hone.config import schema
 from hone.config.messages import nearest
-from hone.dialects.defaults import defaults_of, known_versions
-from hone.dialects.foreign import ForeignRun, ForeignService, holes_in, looks_secret, shown
+from hone.dialects.foreign import ForeignRun, ForeignService, defaults_of, holes_in, known_versions, looks_secret, shown
 from hone.dialects.shared import MEMORY
 from hone.dialects.verdict import (
     GAPS,

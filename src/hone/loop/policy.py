@@ -25,8 +25,7 @@ from hone.loop.run import PolicyRun, due, now
 from hone.loop.summaries import staleness_shares, summarize
 from hone.reward.rewards import component_metrics
 from hone.rollout.engine import Request
-from hone.runtime.processes import spared_collector
-from hone.runtime.stopping import unless_stopped
+from hone.runtime.processes import spared_collector, unless_stopped
 from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Prompt
 

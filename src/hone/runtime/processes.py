@@ -1,5 +1,5 @@
 """Process-wide settings that are set or restored: the signal of a dying parent, the environment, signal handlers, the
-garbage collector.
+garbage collector; and work that a stop interrupts.
 
 Imports nothing heavy, because worker processes import it too.
 """
@@ -16,10 +16,12 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 _PR_SET_PDEATHSIG = 1
+T = TypeVar("T")
 
 
 def end_with(parent_pid: int) -> None:
@@ -102,3 +104,15 @@ def spared_collector() -> Iterator[None]:
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> asyncio.Future[T] | None:
+    """`work` once it is done, its `result()` still to be asked for; or None, with `work` cancelled, when `stop` is set
+    first."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return working if working.done() else None
+    finally:
+        stopping.cancel()
+        working.cancel()  # of no effect on what is done

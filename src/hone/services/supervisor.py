@@ -27,7 +27,7 @@ from hone.config.load import Loaded, load_rewards
 from hone.errors import ServiceError
 from hone.reward.fingerprint import fingerprint
 from hone.reward.http import Address
-from hone.runtime.stopping import unless_stopped
+from hone.runtime.processes import unless_stopped
 from hone.services.gpus import Split
 from hone.services.launch import Launch, plan_launches
 from hone.services.log import Excerpt

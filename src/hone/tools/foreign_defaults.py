@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.yaml_tree import read_yaml
-from hone.dialects.defaults import ABSENT, version_key
+from hone.dialects.foreign import ABSENT, version_key
 from hone.dialects.translate import dialects
 from hone.dialects.values import flattened, plain_value
 from hone.observe.whole import write_whole

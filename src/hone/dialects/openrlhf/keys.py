@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hone.dialects import shared
-from hone.dialects.defaults import defaults_of, known_versions, version_key
-from hone.dialects.foreign import ForeignRun
+from hone.dialects.foreign import ForeignRun, defaults_of, known_versions, version_key
 from hone.dialects.openrlhf import rules
 from hone.dialects.rows import automatic, by, each, listed, missing, placement, rewritten, table, to, under, when, where
 from hone.dialects.shared import LOGGING, MEMORY, RESUME

@@ -107,27 +107,26 @@ def rejection(job: ForeignJob, value: Any) -> KeyVerdict:
     return put(settings | {"algorithm.rejection_low": low, "algorithm.rejection_high": high})
 
 
+def as_the_policys(key: str, default: int, ours: str, note: str, what: str) -> Row:
+    """A key of the critic that has to be what the policy's is."""
+
+    def read(job: ForeignJob, value: Any) -> KeyVerdict:
+        if value == job.get(f"{ACTOR}.{key}", default):
+            return nothing(note)
+        return refused(f"the critic makes as many {what} as the policy")
+
+    return by(read, ours)
+
+
 CRITIC: dict[str, Row] = {
     "model.path": by(
         lambda job, v: put({} if v in (None, job.get(f"{MODEL}.path")) else {"critic.path": str(v)}), "critic.path"
     ),
     "cliprange_value": to("critic.value_clip", number),
     "grad_clip": to("critic.optimizer.grad_clip", number),
-    "ppo_epochs": by(
-        lambda job, v: (
-            nothing("as many as the policy's")
-            if v == job.get(f"{ACTOR}.ppo_epochs", 1)
-            else refused("the critic makes as many passes as the policy")
-        ),
-        "train.passes_per_batch",
-    ),
-    "ppo_mini_batch_size": by(
-        lambda job, v: (
-            nothing("as the policy's")
-            if v == job.get(f"{ACTOR}.ppo_mini_batch_size", 256)
-            else refused("the critic makes as many optimizer steps as the policy")
-        ),
-        "train.samples_per_optimizer_step",
+    "ppo_epochs": as_the_policys("ppo_epochs", 1, "train.passes_per_batch", "as many as the policy's", "passes"),
+    "ppo_mini_batch_size": as_the_policys(
+        "ppo_mini_batch_size", 256, "train.samples_per_optimizer_step", "as the policy's", "optimizer steps"
     ),
     "loss_agg_mode": automatic("the critic's loss is a mean over tokens"),
     "enable": automatic("follows from adv_estimator"),
