@@ -6,10 +6,9 @@ import pytest
 
 from hone.algo.advantage import CREDIT
 from hone.algo.algorithm import Algorithm
-from hone.algo.correction import CORRECTION
+from hone.algo.correction import CORRECTION, REJECTION
 from hone.algo.kl import KL
 from hone.algo.loss import AGGREGATE, CLIP, RATIO
-from hone.algo.rejection import REJECTION
 from hone.config.algorithm import AlgorithmSection
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hone.algo.algorithm import Algorithm
-from hone.algo.rejection import REJECTION
+from hone.algo.correction import REJECTION
 from hone.config.algorithm import AlgorithmSection
 from hone.types import Batch
 

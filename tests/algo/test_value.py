@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hone.algo.value import Values, explained_variance, value_loss
+from hone.algo.loss import Values, explained_variance, value_loss
 
 
 def values_of(value, old, target):

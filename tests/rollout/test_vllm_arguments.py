@@ -18,7 +18,7 @@ from hone.errors import EngineError
 from hone.rollout.engine import Sampling
 from hone.rollout.vllm_adapter import VllmAdapter
 from hone.rollout.vllm_args import VllmPlace, check_sampling, engine_arguments
-from hone.rollout.vllm_pictures import VllmPictures, vllm_prompt
+from hone.rollout.vllm_requests import VllmPictures, vllm_prompt
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from cases import caught_gradient
 from pair_cases import PAIRS, make_trainer
 
-from hone.algo.value import pairwise_loss
+from hone.algo.loss import pairwise_loss
 from hone.errors import DataError
 from hone.model.layout import Layout
 

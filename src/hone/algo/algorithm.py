@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.algo.advantage import CREDIT, Outcomes, critic_advantage
-from hone.algo.correction import CORRECTION
+from hone.algo.correction import CORRECTION, REJECTION
 from hone.algo.kl import KL, MAX_LOG_RATIO, k3
 from hone.algo.loss import (
     AGGREGATE,
@@ -26,11 +26,10 @@ from hone.algo.loss import (
     Objective,
     Ragged,
     covariance_outliers,
+    explained_variance,
     log_ratio,
 )
-from hone.algo.rejection import REJECTION
 from hone.algo.shaping import ALARM_STEPS, Shaping, informative, steer_entropy, steer_kl
-from hone.algo.value import explained_variance
 from hone.config.algorithm import AlgorithmSection
 from hone.types import Batch, Control, Totals
 

@@ -21,7 +21,7 @@ class Contents:
     """Weights by their Hugging Face names, each once, and what else a model cannot compute without.
 
     A model on device `meta` has names and shapes only; its contents are read once the sharding is known, by
-    `train/materialize.py`. A copy of a model has the same contents as the model.
+    `train/weight_map.py`. A copy of a model has the same contents as the model.
     """
 
     read: Read

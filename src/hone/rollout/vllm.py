@@ -38,8 +38,7 @@ from hone.rollout.vllm_args import (
     check_version,
     engine_arguments,
 )
-from hone.rollout.vllm_outputs import VllmCache, VllmGroup, VllmRouting, VllmRow
-from hone.rollout.vllm_pictures import VllmPictures, vllm_prompt
+from hone.rollout.vllm_requests import VllmCache, VllmGroup, VllmPictures, VllmRouting, VllmRow, vllm_prompt
 from hone.rollout.worker import EngineWorker
 from hone.types import Sample
 

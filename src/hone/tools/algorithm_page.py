@@ -217,10 +217,9 @@ _NEEDS = {
 def algorithms_page() -> str:
     """The whole page."""
     from hone.algo.advantage import CREDIT  # here: pages are made with torch, and everything else in cli/ without
-    from hone.algo.correction import CORRECTION
+    from hone.algo.correction import CORRECTION, REJECTION
     from hone.algo.kl import KL
     from hone.algo.loss import AGGREGATE, CLIP, RATIO
-    from hone.algo.rejection import REJECTION
 
     presets = [Preset.read(name) for name in preset_names() if name.startswith("algorithm/")]
     parts = [_INTRO, "## Rows", _overview(presets), _CURVES, *map(_row, presets)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.algo.algorithm import Algorithm
-from hone.algo.value import Values, value_loss
+from hone.algo.loss import Values, value_loss
 from hone.config.run import OptimizerSection
 from hone.data.pack import Indices, count_totals
 from hone.model.heads import ScalarModel

@@ -45,12 +45,11 @@ from hone.model.lora import AdapterOff
 from hone.model.parallel import divide_layers, divide_tokens
 from hone.model.vision import Vision
 from hone.train.agreement import REPLICAS, CountedComm
-from hone.train.materialize import fill
 from hone.train.mesh import DATA, Mesh
 from hone.train.optim import FRESH, MASTER, MOMENTS, AdamW, refuse_other_weights, trained_weights
 from hone.train.ranks import Ranks
 from hone.train.tensor_files import Share, box_of
-from hone.train.weight_map import WeightMap, WeightPart, sharded_parameters, share_of, shares_of
+from hone.train.weight_map import WeightMap, WeightPart, fill, sharded_parameters, share_of, shares_of
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.algo.value import pairwise_loss
+from hone.algo.loss import pairwise_loss
 from hone.data.pack import Indices, Shape
 from hone.data.pairs import PreferencePair
 from hone.errors import DataError
