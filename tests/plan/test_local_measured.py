@@ -123,7 +123,7 @@ def saved_bytes(forward):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_capped_scores_of_attention_are_counted(dtype):
-    """Against what autograd saves with the cap and without it."""
+    """Against what autograd saves with the cap and without it, of rows that need no mask."""
     keys = {"model_type": "gemma2", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
     keys |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 20}
     rows, length, layers, heads = 2, 160, 3, 4
@@ -132,7 +132,7 @@ def test_capped_scores_of_attention_are_counted(dtype):
         model = init_model({**keys, "attn_logit_softcapping": cap}, vocab_size=None, seed=0, dtype=dtype, device="cpu")
         saved.append(saved_bytes(partial(model.body, torch.zeros(rows, length, dtype=torch.int64), use_cache=False)))
         architecture = replace(architecture_from({**keys, "attn_logit_softcapping": cap}), caps_scores=cap is not None)
-        work = Pass(architecture, "transformers", dtype.itemsize, rows * length, 1, length, rows="padded")
+        work = Pass(architecture, "transformers", dtype.itemsize, rows * length, 1, length)
         planned.append(activations.kept_by_layers(work)[0])
     assert planned[0] - planned[1] == 8 * layers * heads * rows * length**2
     assert saved[0] - saved[1] == pytest.approx(planned[0] - planned[1], rel=0.1)

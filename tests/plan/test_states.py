@@ -1,11 +1,13 @@
 """Layers with states: parameters, cache and activations against Transformers' classes, Hone's engine and trainer."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from measuring import allocated
 from model_zoo import DELTA_RULE, SIZES, TEXT
-from test_local_measured import GROUP, PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, random_batch
+from test_local_measured import GROUP, PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, random_batch, saved_bytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.algo.algorithm import Algorithm
@@ -15,7 +17,7 @@ from hone.errors import DataError
 from hone.model.load import init_model
 from hone.model.lora import add_adapter
 from hone.plan import local
-from hone.plan.activations import Pass
+from hone.plan.activations import Pass, kept_by_layers
 from hone.plan.architecture import adapter_parameters, architecture_from
 from hone.plan.kv_cache import CacheRoom, most_within
 from hone.plan.states import LAYER_KINDS
@@ -32,9 +34,28 @@ COUNTED = {
     "qwen3_5 by the class's defaults": {"model_type": "qwen3_5_text", **FEW, "intermediate_size": 96},
     "qwen3_5 with biases": {"model_type": "qwen3_5_text", **TEXT["qwen3_5_text"], "attention_bias": True},
     "qwen3_next by the class's defaults": {"model_type": "qwen3_next", **FEW, "mlp_only_layers": [1]},
+    "mamba2 by the class's defaults": {"model_type": "mamba2", "hidden_size": 4096, "num_hidden_layers": 2},
+    "mamba2 with biases": {"model_type": "mamba2", **TEXT["mamba2"], "use_bias": True, "use_conv_bias": False},
+    "mamba2, tied": {"model_type": "mamba2", **TEXT["mamba2"], "tie_word_embeddings": True},
+    "falcon_h1 by the class's defaults": {"model_type": "falcon_h1", **FEW},
+    "falcon_h1 with biases": {
+        **{"model_type": "falcon_h1", **TEXT["falcon_h1"], "mamba_d_ssm": None, "mamba_d_head": "auto"},
+        **dict.fromkeys(("mamba_rms_norm", "mamba_proj_bias", "projectors_bias", "mlp_bias", "attention_bias"), True),
+    },
+    "nemotron_h by the class's defaults": {"model_type": "nemotron_h", "hidden_size": 64, "vocab_size": 50},
+    "nemotron_h with experts": {
+        **{"model_type": "nemotron_h", **TEXT["nemotron_h"], "tie_word_embeddings": True},
+        **{"layers_block_type": ["mamba", "moe", "attention", "mlp", "moe"], "n_routed_experts": 5},
+        **{"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 24, "moe_latent_size": 12},
+        **dict.fromkeys(("mlp_bias", "use_bias", "attention_bias"), True),
+    },
+    "nemotron_h as repositories have it": {
+        **{"model_type": "nemotron_h", "hidden_size": 64, "hybrid_override_pattern": "M-M*-", "mamba_n_groups": 4},
+        **{"intermediate_size": 96, "n_groups": 2, "mamba_d_conv": 3, "mamba_num_heads": 8, "mamba_head_dim": 16},
+    },
 }
 GIVEN = ("num_attention_heads", "vocab_size", "intermediate_size", "max_position_embeddings")
-"""What every config.json has; of other keys the plan knows what the class fills in."""
+"""What every config.json of a model that has it says; of other keys the plan knows what the class fills in."""
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -43,8 +64,10 @@ def test_counts_are_those_of_the_class(name):
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    given = {key: getattr(config, key) for key in GIVEN} | keys | {"model_type": config.model_type}
-    assert architecture_from(given).total_parameters == sum(p.numel() for p in model.parameters())
+    given = {key: getattr(config, key) for key in GIVEN if hasattr(config, key)} | keys
+    given["model_type"] = config.model_type
+    biases = sum(b.numel() for key, b in model.named_buffers() if key.endswith("e_score_correction_bias"))
+    assert architecture_from(given).total_parameters == sum(p.numel() for p in model.parameters()) + biases
     assert architecture_from(config.to_dict()) == architecture_from(given)
 
 
@@ -77,18 +100,60 @@ def test_an_adapter_has_as_many_parameters_as_are_planned(family):
 
 
 SHAPE = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}
+LINEAR = {**SHAPE, **DELTA_RULE, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+LINEAR |= {"num_hidden_layers": 3, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16}
+NEMOTRON = {key: value for key, value in SHAPE.items() if key != "num_hidden_layers"}
+NEMOTRON |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 32}
+FALCON = {"mamba_n_heads": 6, "mamba_d_head": 24, "mamba_d_ssm": 144, "mamba_n_groups": 2, "mamba_d_state": 16}
+QUICK = ("lfm2", "qwen3_5_text", "mamba2")
 TRAINED = {
-    "lfm2": {**SHAPE, "layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
-    "qwen3_5_text": {**SHAPE, **DELTA_RULE, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "lfm2": {
+        **{**SHAPE, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
+        "block_auto_adjust_ff_dim": False,
+    },
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": {
+        **{**LINEAR, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    },
+    "mamba2": {
+        **{key: value for key, value in SHAPE.items() if "head" not in key},
+        **{"num_hidden_layers": 4, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 32},
+    },
+    "mamba2, wide": {
+        **{key: value for key, value in SHAPE.items() if "head" not in key},
+        **{"model_type": "mamba2", "hidden_size": 128, "num_hidden_layers": 4, "num_heads": 4, "head_dim": 64},
+        **{"n_groups": 1, "state_size": 16, "chunk_size": 16},
+    },
+    "mamba2, one chunk": {
+        **{key: value for key, value in SHAPE.items() if "head" not in key},
+        **{"model_type": "mamba2", "num_hidden_layers": 3, "num_heads": 4, "head_dim": 32, "n_groups": 1},
+        **{"state_size": 16, "chunk_size": 256},
+    },
+    "falcon_h1": {**SHAPE, **FALCON, "num_hidden_layers": 3, "mamba_chunk_size": 32},
+    "falcon_h1, normed": {
+        **{"model_type": "falcon_h1", **SHAPE, **FALCON, "mamba_rms_norm": True, "mamba_d_state": 64},
+        **{"num_hidden_layers": 3, "mamba_chunk_size": 64},
+    },
+    "nemotron_h": {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"]},
+    "nemotron_h with experts": {
+        **{"model_type": "nemotron_h", **NEMOTRON, "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe"]},
+        **{"n_routed_experts": 4, "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 40},
+    },
 }
-TRAINED["qwen3_5_text"] |= {"linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16}
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", 1])
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow("trains many small models"))
+        for name in TRAINED
+    ],
+)
 def test_update_and_logprobs_take_what_is_planned(family, checkpointing, precision):
-    keys = {"model_type": family, **TRAINED[family], "num_hidden_layers": len(TRAINED[family]["layer_types"])}
+    keys = {"model_type": family, **TRAINED[family]}
     model, arch = init_model(keys, vocab_size=None, seed=0, dtype=torch.float32, device="cpu"), architecture_from(keys)
     model.checkpointing = checkpointing
     passes = Passes(precision, tokens_per_microbatch=4096, logprob_chunk_tokens=128, temperature=1.0)
@@ -113,6 +178,24 @@ def test_update_and_logprobs_take_what_is_planned(family, checkpointing, precisi
     passed = max(moment.bytes for moment in local.forward_moments(work, []))
     assert -0.03 < planned / update - 1 < 0.45
     assert -0.03 < passed / logprobs - 1 < 0.45
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_layer_that_attends_keeps_a_mask_of_padded_rows(dtype):
+    """And keys and values once per query head; against rows of one length, for which Transformers makes no mask and
+    PyTorch's attention no copies."""
+    keys = {"model_type": "nemotron_h", **NEMOTRON, "layers_block_type": ["attention"] * 3 + ["mlp"]}
+    model = init_model(keys, vocab_size=None, seed=0, dtype=dtype, device="cpu")
+    real = torch.ones(2, 96, dtype=torch.int64)
+    unequal = real.clone()
+    unequal[1, 40:] = 0
+    saved = [
+        saved_bytes(lambda mask=mask: model.body(torch.zeros_like(mask), attention_mask=mask, use_cache=False))
+        for mask in (unequal, real)
+    ]
+    work = Pass(architecture_from(keys), "transformers", dtype.itemsize, 2 * 96, 1, longest=96, rows="padded")
+    planned = kept_by_layers(work)[0] - kept_by_layers(replace(work, rows=None))[0]
+    assert saved[0] - saved[1] == pytest.approx(planned, rel=0.02)
 
 
 def test_states_leave_less_room_for_tokens():

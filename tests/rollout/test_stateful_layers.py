@@ -37,3 +37,20 @@ def test_layers_with_states_sample_as_transformers_generates(architecture):
                 logprobs = hf(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             expected = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(sample.sampler_logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ["mamba2", "mamba"])
+def test_a_residual_stream_in_float32_is_sampled_from_with_weights_in_bfloat16(architecture):
+    """Mamba's classes have one (`residual_in_fp32`), and convert it where the output layer begins."""
+    model = init_model(keys_of(architecture), vocab_size=None, seed=0, dtype=torch.bfloat16, device="cpu")
+    prompts = random_prompts(2, longest=9)
+    groups = generate(model, [request(p, index=i, samples=2, max_tokens=6) for i, p in enumerate(prompts)])
+    hf: Any = reference_of(model, torch.bfloat16)
+    assert hf.config.residual_in_fp32
+    for prompt, group in zip(prompts, groups, strict=True):
+        for sample in group:
+            with torch.no_grad():
+                ids = torch.tensor([prompt + list(sample.token_ids)])
+                logprobs = hf(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            expected = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(sample.sampler_logprobs), expected, atol=0.1, rtol=0)

@@ -155,6 +155,10 @@ PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers, in the words of config.json, that mix tokens by attention to all earlier ones or to the last few."""
 
 
+RUNS_ON = "its layers have states, which run on over the boundaries of samples"
+"""Why classes of state spaces compute padded rows, which their config.json need not say."""
+
+
 def why_rows(keys: Mapping[str, Any]) -> str | None:
     """Why Transformers' class of a language model computes padded rows, as far as its config.json shows; None: nothing
     there is against one row with each prompt once."""

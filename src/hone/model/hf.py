@@ -173,7 +173,7 @@ class TransformersModel(CausalModel):
             out = self.body(attention_mask=all_1X, use_cache=False, **given, **_asked(balance))
         if balance is not None:
             balance.loss = self._balancing_loss(out, layout.samples_X()[None])
-        return part.dealt(out.last_hidden_state[0].index_select(0, part.needed_W))
+        return part.dealt(self.last_hidden(out)[0].index_select(0, part.needed_W))
 
     def _hidden_of_rows(self, layout: Layout, balance: LoadBalance | None) -> Tensor:
         """As `hidden`, each distinct sample alone."""
@@ -187,7 +187,12 @@ class TransformersModel(CausalModel):
         )
         if balance is not None:
             balance.loss = self._balancing_loss(out, rows.real_RL)
-        return out.last_hidden_state.flatten(0, 1).index_select(0, rows.predict_U)
+        return self.last_hidden(out).flatten(0, 1).index_select(0, rows.predict_U)
+
+    def last_hidden(self, out: Any) -> Tensor:
+        """(rows, columns, h) what `body` returned, in the precision of the output layer: Mamba's classes compute the
+        residual stream in float32 whatever the weights are (`residual_in_fp32`), and convert it there."""
+        return out.last_hidden_state.to(self.output_weight.dtype)
 
     def _balancing_loss(self, out: Any, weight_RL: Tensor) -> Tensor:
         """The class's own (Switch Transformer, arXiv:2101.03961, eq. 4 to 6), of tokens that count so often."""
@@ -260,7 +265,7 @@ class TransformersModel(CausalModel):
         """Refuses architectures that do something to their logits that `logprobs.py` would not do."""
         bias = getattr(self.hf.get_output_embeddings(), "bias", None) is not None
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.output_weight.device)
-        hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = self.last_hidden(self.body(input_ids=ids, use_cache=False))
         logits = self.hf(input_ids=ids, use_cache=False).logits.float()
         differs = (logits - self.logits(hidden).float()).norm() > 0.02 * logits.norm()
         if bias or differs:

@@ -74,7 +74,7 @@ def why_rows(hf: PreTrainedModel, body: nn.Module) -> str | None:
     if not type(hf).__module__.startswith("transformers."):
         return "its class comes with the model"
     if getattr(hf, "_is_stateful", False):
-        return "its layers have states, which run on over the boundaries of samples"
+        return derived.RUNS_ON
     if not hf._can_set_attn_implementation() or text._attn_implementation not in BASES:
         return "its attention is not in Transformers' registry"
     if "position_ids" not in inspect.signature(type(body).forward).parameters:

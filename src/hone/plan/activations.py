@@ -87,10 +87,12 @@ def _saved(work: Pass, kind: LayerKind, mode: Checkpointing) -> float:
     arch, p, tp = work.architecture, work.bytes_each, work.tensor_parallel
     if mode == "full" or isinstance(mode, int):
         return p * arch.hidden
-    if mode == "selective" and kind.has_states:
-        return p * (arch.hidden + sum(outputs for _, outputs in linear_layers(arch, kind).values()))
+    if mode == "selective" and (kind.has_states or not kind.has_block):
+        attended = kind.attends * arch.q_size
+        return p * (arch.hidden + attended + sum(outputs for _, outputs in linear_layers(arch, kind).values()))
     if mode == "selective":  # the layer's input, and the results of products: two of them are of the residual stream
-        return p * (3 * arch.hidden + (_attention_numbers(arch) + 2 * arch.active_inner) / tp)
+        results = kind.attends * (arch.hidden + _attention_numbers(arch) / tp)
+        return p * (2 * arch.hidden + results + (arch.block_matrices - 1) * arch.active_inner / tp)
     return _own(work) if work.implementation == "hone" else _transformers(work, kind)
 
 
@@ -103,14 +105,14 @@ def recomputed_layers(checkpointing: Checkpointing, layers: int) -> int:
 
 def kept_by_layers(work: Pass) -> tuple[int, str]:
     """Bytes that all layers of a microbatch keep for the backward pass, and the formula."""
-    layers, tokens = work.architecture.layers, f"{work.tokens:,} tokens"
-    each, stored = saved_per_token(work), saved_per_token(work, "none")
-    others = layers - recomputed_layers(work.checkpointing, layers)
-    if not isinstance(work.checkpointing, int) or not others:
-        return round(each * layers * work.tokens), f"{each:,.0f} B x {layers} layers x {tokens}"
-    again = layers - others
-    formula = f"({each:,.0f} B x {again} + {stored:,.0f} B x {others} layers) x {tokens}"
-    return round((each * again + stored * others) * work.tokens), formula
+    kinds, tokens = work.architecture.kinds, f"{work.tokens:,} tokens"
+    each, again = saved_per_token(work), recomputed_layers(work.checkpointing, len(kinds))
+    if not isinstance(work.checkpointing, int) or again == len(kinds):
+        return round(each * len(kinds) * work.tokens), f"{each:,.0f} B x {len(kinds)} layers x {tokens}"
+    stored = sum(_saved(work, kind, "none") for kind in kinds[again:])
+    others = len(kinds) - again
+    formula = f"({each:,.0f} B x {again} + {stored / others:,.0f} B x {others} layers) x {tokens}"
+    return round((each * again + stored) * work.tokens), formula
 
 
 def recomputes_last(work: Pass) -> bool:
@@ -148,14 +150,20 @@ def _transformers(work: Pass, kind: LayerKind) -> float:
     """Transformers' eager code. In bfloat16 its norms compute in float32 and keep that copy too."""
     arch, tp, two_bytes = work.architecture, work.tensor_parallel, work.bytes_each == 2
     h, inner = arch.hidden, arch.active_inner / tp
-    norm = (10 if arch.gates_attention else 8) if two_bytes else 12  # gated families scale them in float32
-    total = norm * h * arch.norms_per_layer + (8 if two_bytes else 16) * inner + 8
+    in_float32 = arch.gates_attention or arch.model_type == "nemotron_h"  # what norms scale
+    norm = (10 if in_float32 else 8) if two_bytes else 12
+    total = norm * h * arch.norms_per_layer + 8
+    if kind.has_block:  # gate, what it is squashed to, up and their product; without a gate, what is squashed and that
+        total += (4 if arch.block_matrices == 3 else 2) * work.bytes_each * inner
+    if kind.attends and kind.has_states:  # Falcon-H1 scales the layer's input for each of both
+        total += work.bytes_each * h
     if kind.attends:
         total += _attended(work)
     if kind.has_states and arch.states:
         total += state_activations.kept(arch.states, work.bytes_each, work.longest - 1)
-    if arch.experts:  # copies of the residual stream, one per expert that a token is sent to, before and after
-        total += 2 * work.bytes_each * arch.experts.active * h + 8 * arch.experts.count
+    if arch.experts and kind.has_block:  # copies of the residual stream, one per expert of a token, before and after
+        width = arch.experts.latent or h
+        total += 2 * work.bytes_each * arch.experts.active * width + 8 * arch.experts.count
     return total
 
 
@@ -176,7 +184,12 @@ def _attended(work: Pass) -> float:
         total += (8 if two_bytes else 12) * ranks
     if arch.caps_scores:
         total += CAPPED_SCORE_BYTES * arch.heads * work.longest / tp
-    return total
+    return total + _mask_per_token(work)
+
+
+def _mask_per_token(work: Pass) -> int:
+    """Bytes per token of one layer's mask of padded rows, which PyTorch's attention makes of the shared one."""
+    return work.bytes_each * work.longest if work.rows == "padded" and not work.architecture.caps_scores else 0
 
 
 def backward_per_token(work: Pass) -> float:
@@ -195,11 +208,11 @@ def backward_per_token(work: Pass) -> float:
 def _added(work: Pass, kind: LayerKind) -> float:
     """As `backward_per_token`, of one layer."""
     arch = work.architecture
-    block = _block_backward(work)
+    block = _block_backward(work) if kind.has_block else work.bytes_each * arch.hidden
     if not (kind.has_states and arch.states):
         return block
     inside = state_activations.added_backward(arch.states, work.bytes_each, work.longest - 1)
-    used_up = work.bytes_each * 4 * arch.active_inner / work.tensor_parallel
+    used_up = work.bytes_each * 4 * arch.active_inner / work.tensor_parallel if kind.has_block else 0
     return max(block, inside + work.bytes_each * arch.hidden - used_up)
 
 
@@ -219,16 +232,26 @@ def _block_backward(work: Pass) -> float:
 
 
 def forward_per_token(work: Pass) -> float:
-    """Bytes per token alive at once inside one layer without gradients: attention's tensors are still there while the
-    feed-forward block computes."""
+    """Bytes per token alive at once inside one layer without gradients, in the kind of layer that needs most."""
+    return max(_forward(work, kind) for kind in set(work.architecture.kinds))
+
+
+def _forward(work: Pass, kind: LayerKind) -> float:
+    """As `forward_per_token`, of one kind: attention's tensors are still there while the feed-forward block computes,
+    but for padded rows; those of a part with states are not."""
     arch, tp = work.architecture, work.tensor_parallel
-    numbers = 3 * arch.active_inner + 1.5 * _attention_numbers(arch)
-    scores = CAPPED_SCORE_BYTES * arch.heads * work.longest / tp if arch.caps_scores else 0
-    attended = work.bytes_each * (numbers / tp + 3 * arch.hidden) + scores
-    if arch.states is None:
-        return attended
+    numbers, scores = 3.0 * arch.active_inner * kind.has_block, 0.0
+    if kind.attends:
+        scores = CAPPED_SCORE_BYTES * arch.heads * work.longest / tp if arch.caps_scores else _mask_per_token(work)
+        if work.rows == "padded" and not arch.latent:  # also keys and values once per query head, and gates
+            numbers = max(numbers, (4 + 2 * arch.gates_attention) * arch.q_size + 2 * arch.kv_size)
+        else:
+            numbers += 1.5 * _attention_numbers(arch)
+    computed = work.bytes_each * (numbers / tp + 3 * arch.hidden) + scores
+    if not (kind.has_states and arch.states):
+        return computed
     inside = state_activations.forward(arch.states, work.bytes_each, work.longest - 1)
-    return max(attended, inside + 4 * work.bytes_each * arch.hidden)
+    return max(computed, inside + 4 * work.bytes_each * arch.hidden)
 
 
 def logits_forward_bytes(work: Pass) -> int:
@@ -261,9 +284,10 @@ def output_gradient_bytes(work: Pass) -> int:
 
 def mask_bytes(work: Pass, *, backward: bool) -> int:
     """Hone's attention: masks of all blocks in float32, and its workspace of scores, which all layers share; for
-    padded rows a mask of each row."""
+    padded rows a mask of each row: numbers that are added to capped scores, and else truth values."""
     if work.rows == "padded":
-        return work.bytes_each * work.tokens * work.longest if work.architecture.attention_layers else 0
+        each = work.bytes_each if work.architecture.caps_scores else 1
+        return each * work.tokens * work.longest if work.architecture.attention_layers else 0
     if work.implementation != "hone" and work.rows != "one":
         return 0
     tokens, heads = work.tokens * work.sequence_parallel, work.architecture.heads / work.tensor_parallel

@@ -14,10 +14,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from hone.config.derived import why_rows
+from hone.config.derived import RUNS_ON, why_rows
 from hone.config.messages import nearest
 from hone.errors import DataError
-from hone.plan.states import ATTENTION, LAYER_KINDS, LayerKind, StateLayer, layer_types, state_layer
+from hone.plan.states import (
+    ATTENTION,
+    CALLED_PAST,
+    LAYER_KINDS,
+    STATE_SPACES,
+    LayerKind,
+    StateLayer,
+    layer_types,
+    state_layer,
+)
 from hone.plan.tower_shape import Tower, tower_of
 
 GIB = 2**30
@@ -48,6 +57,9 @@ class Experts:
     has_shared_gate: bool = False
     has_correction_bias: bool = False
     """One number per expert beside the router's matrix (DeepSeek-V3)."""
+    latent: int = 0
+    """Numbers per token that routed experts compute with, between two projections of their own (Nemotron-H); 0: all of
+    the residual stream's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +104,8 @@ class Architecture:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    block_matrices: int = 3
+    """Of a feed-forward block, or of one expert; two where nothing is gated."""
     qk_norm: bool = False
     norms_per_layer: int = 2
     latent: Latent | None = None
@@ -109,7 +123,7 @@ class Architecture:
     states: StateLayer | None = None
     """What layers have that have states."""
     mixed_kinds: tuple[LayerKind, ...] = ()
-    """Of each layer in order, where not all attend."""
+    """Of each layer in order, where some have states."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -123,6 +137,10 @@ class Architecture:
     @property
     def state_layers(self) -> int:
         return sum(kind.has_states for kind in self.mixed_kinds)
+
+    @property
+    def expert_layers(self) -> int:
+        return sum(kind.has_block for kind in self.kinds) - self.dense_layers if self.experts else 0
 
     @property
     def q_size(self) -> int:
@@ -164,13 +182,13 @@ class Architecture:
     @property
     def layer_parameters(self) -> int:
         """Parameters of the largest layer."""
-        moe = self.experts
-        mixers = max(_mixer_parameters(self, kind) for kind in set(self.kinds))
-        others = mixers + self.norms_per_layer * self.hidden
+        moe, norms = self.experts, self.norms_per_layer * self.hidden
         if moe is None:
-            return others + 3 * self.hidden * self.inner
-        widths = moe.count * moe.inner + moe.shared_inner
-        return others + 3 * self.hidden * widths + moe.count * self.hidden
+            block = self.block_matrices * self.hidden * self.inner
+        else:
+            numbers = moe.count * moe.inner * (moe.latent or self.hidden) + moe.shared_inner * self.hidden
+            block = self.block_matrices * numbers + moe.count * self.hidden + 2 * moe.latent * self.hidden
+        return norms + max(_mixer_parameters(self, kind) + block * kind.has_block for kind in set(self.kinds))
 
     @property
     def root_parameters(self) -> int:
@@ -203,16 +221,17 @@ class Architecture:
 
 @cache
 def _counted(arch: Architecture) -> Parameters:
-    expert_layers = arch.layers - arch.dense_layers if arch.experts else 0
-    dense_block = 3 * arch.hidden * arch.inner + (2 * arch.inner + arch.hidden) * arch.mlp_bias
-    feed_forward = (arch.layers - expert_layers) * dense_block
+    expert_layers = arch.expert_layers
+    feed_forward = (sum(kind.has_block for kind in arch.kinds) - expert_layers) * _block_parameters(arch, arch.inner)
     routed = router = 0
     if arch.experts:
         moe = arch.experts
-        routed = expert_layers * moe.count * 3 * arch.hidden * moe.inner
+        routed = expert_layers * moe.count * arch.block_matrices * (moe.latent or arch.hidden) * moe.inner
         per_expert = arch.hidden + moe.has_correction_bias
         router = expert_layers * (moe.count * per_expert + arch.hidden * moe.has_shared_gate)
-        feed_forward += expert_layers * 3 * arch.hidden * moe.shared_inner
+        latent = 2 * arch.hidden * moe.latent + (arch.hidden + moe.latent) * (arch.mlp_bias and moe.latent > 0)
+        shared = _block_parameters(arch, moe.shared_inner) if moe.shared_inner else 0
+        feed_forward += expert_layers * (shared + latent)
     return Parameters(
         embedding=arch.vocab * arch.hidden,
         attention=sum(_mixer_parameters(arch, kind) - _inside_norms(arch) * kind.attends for kind in arch.kinds),
@@ -222,6 +241,12 @@ def _counted(arch: Architecture) -> Parameters:
         norms=(arch.layers * arch.norms_per_layer + 1) * arch.hidden + arch.attention_layers * _inside_norms(arch),
         output=0 if arch.tied else arch.vocab * arch.hidden,
     )
+
+
+def _block_parameters(arch: Architecture, inner: int) -> int:
+    """Of a dense feed-forward block, or of shared experts."""
+    others = arch.block_matrices - 1
+    return (others + 1) * arch.hidden * inner + (others * inner + arch.hidden) * arch.mlp_bias
 
 
 def _mixer_parameters(arch: Architecture, kind: LayerKind) -> int:
@@ -271,6 +296,8 @@ class _Keys:
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self._config.get(name)
+        if name == "mamba_d_ssm" and name in self._config:  # for which null says that another key has it
+            return value
         return value if value is not None else FAMILIES[str(self.model_type)].get(name, default)
 
 
@@ -320,6 +347,44 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 256,
     },
+    "mamba2": {
+        "num_heads": 128,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "chunk_size": 256,
+        "use_conv_bias": True,
+    },
+    "falcon_h1": {
+        "num_key_value_heads": 8,
+        "mamba_d_ssm": 1024,
+        "mamba_n_heads": 128,
+        "mamba_d_head": "auto",
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+    },
+    "nemotron_h": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hybrid_override_pattern": "ME*-",
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+        "use_conv_bias": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "moe_latent_size": 0,
+    },
     "deepseek_v2": {"first_k_dense_replace": 0},
     "deepseek_v3": {"first_k_dense_replace": 3},
 }
@@ -345,52 +410,70 @@ def architecture_from(config: Mapping[str, Any], *, source: str = "config.json")
         return replace(architecture_from(text, source=source), model_type=kind, tower=tower)
     keys = _Keys(config, source)
     family = str(keys.model_type)
-    hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
-    if heads == 0:
+    hidden = keys.number("hidden_size")
+    layers, types, kinds = _kinds(keys, source)
+    attends = not kinds or any(kind.attends for kind in kinds)
+    heads = keys.number("num_attention_heads") if attends else 0
+    if attends and heads == 0:
         raise DataError(f"{source}: num_attention_heads is 0.")
-    biased = bool(keys.get("attention_bias", False)) and family != "lfm2"
+    biased = bool(keys.get("attention_bias", False)) and family not in ("lfm2", "nemotron_h")
     qwen2_like = family == "qwen2" or (family == "qwen2_moe" and bool(keys.get("qkv_bias")))
     latent = _latent(keys) if family.startswith("deepseek") else None
-    experts, layers = _experts(keys), keys.number("num_hidden_layers")
-    types, kinds = _kinds(keys, layers, source)
+    experts, named = _experts(keys, types), {"layer_types": types} if types else {}
     return Architecture(
         model_type=family,
         layers=layers,
         hidden=hidden,
-        inner=_lfm2_inner(keys) if family == "lfm2" else keys.number("intermediate_size"),
+        inner=_inner(keys, kinds),
         vocab=keys.number("vocab_size"),
         heads=heads,
-        kv_heads=int(keys.get("num_key_value_heads", heads)),
-        head_dim=latent.nope_dim + latent.rope_dim if latent else int(keys.get("head_dim", hidden // heads)),
-        tied=bool(keys.get("tie_embedding", keys.get("tie_word_embeddings", False))),
+        kv_heads=int(keys.get("num_key_value_heads", heads)) if attends else 0,
+        head_dim=_head_dim(keys, latent, hidden // heads) if attends else 0,
+        tied=bool(keys.get("tie_embedding", keys.get("tie_word_embeddings", False))) and family != "nemotron_h",
         max_positions=int(keys.get("max_position_embeddings", 0)),
         qkv_bias=biased or qwen2_like,
         out_bias=biased and not qwen2_like,
         mlp_bias=bool(keys.get("mlp_bias", False)),
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text", "qwen3_next", "lfm2"),
-        norms_per_layer=4 if family in ("gemma2", "gemma3_text") else 2,
+        block_matrices=2 if family == "nemotron_h" else 3,
+        norms_per_layer={"gemma2": 4, "gemma3_text": 4, "mamba2": 1, "nemotron_h": 1}.get(family, 2),
         latent=latent,
         experts=experts,
-        dense_layers=_dense_layers(keys) if experts else 0,
+        dense_layers=_dense_layers(keys, types) if experts else 0,
         caps_scores=bool(keys.get("attn_logit_softcapping")),
-        why_rows=why_rows({**FAMILIES[family], **config, **types}),
+        why_rows=RUNS_ON if family in STATE_SPACES else why_rows({**FAMILIES[family], **config, **named}),
         gates_attention=family in ("qwen3_5_text", "qwen3_next"),
         states=state_layer(family, keys.number, keys.get) if kinds else None,
         mixed_kinds=kinds,
     )
 
 
-def _kinds(keys: _Keys, layers: int, source: str) -> tuple[dict[str, list[str]], tuple[LayerKind, ...]]:
-    """Of each layer of a family with layers with states, its name as config.json would have it, and its kind."""
+def _kinds(keys: _Keys, source: str) -> tuple[int, list[str], tuple[LayerKind, ...]]:
+    """How many layers; and of each layer of a family with layers with states, its name as config.json would have it,
+    and its kind."""
     family = str(keys.model_type)
     if family not in LAYER_KINDS:
-        return {}, ()
+        return keys.number("num_hidden_layers"), [], ()
+    layers = 0 if family == "nemotron_h" else keys.number("num_hidden_layers")
     known, named = LAYER_KINDS[family], layer_types(family, keys.get, layers)
+    if family == "nemotron_h":  # which has as many layers as it names
+        layers = len(named)
     if len(named) != layers or not known.keys() >= set(named):
         raise DataError(
             f"{source}: layer_types must name each of {layers} layers, as {' or '.join(known)} (got {named})."
         )
-    return {"layer_types": named}, tuple(known[name] for name in named)
+    return layers, named, tuple(known[name] for name in named)
+
+
+def _head_dim(keys: _Keys, latent: Latent | None, otherwise: int) -> int:
+    return latent.nope_dim + latent.rope_dim if latent else int(keys.get("head_dim", otherwise))
+
+
+def _inner(keys: _Keys, kinds: tuple[LayerKind, ...]) -> int:
+    """Width of a dense feed-forward block; 0 where no layer has any."""
+    if kinds and not any(kind.has_block for kind in kinds):
+        return 0
+    return _lfm2_inner(keys) if keys.model_type == "lfm2" else keys.number("intermediate_size")
 
 
 def _lfm2_inner(keys: _Keys) -> int:
@@ -412,7 +495,11 @@ def _latent(keys: _Keys) -> Latent:
     )
 
 
-def _experts(keys: _Keys) -> Experts | None:
+def _experts(keys: _Keys, types: list[str]) -> Experts | None:
+    """
+    Args:
+        types: names of the layers, of a family with layers with states.
+    """
     family = keys.model_type
     if family == "mixtral":
         count, active = keys.number("num_local_experts"), keys.number("num_experts_per_tok")
@@ -429,11 +516,18 @@ def _experts(keys: _Keys) -> Experts | None:
         shared = keys.number("n_shared_experts") * inner
         count, corrected = keys.number("n_routed_experts"), family == "deepseek_v3"
         return Experts(count, active, inner, shared, has_correction_bias=corrected)
+    if family == "nemotron_h" and "moe" in types:
+        inner, active = keys.number("moe_intermediate_size"), keys.number("num_experts_per_tok")
+        count, shared = keys.number("n_routed_experts"), keys.number("moe_shared_expert_intermediate_size")
+        latent = keys.number("moe_latent_size")
+        return Experts(count, active, inner, shared, has_correction_bias=True, latent=latent)
     return None
 
 
-def _dense_layers(keys: _Keys) -> int:
-    """Layers of a mixture of experts that have a dense block."""
+def _dense_layers(keys: _Keys, types: list[str]) -> int:
+    """Layers of a mixture of experts that have a dense block; `types` as in `_experts`."""
+    if keys.model_type == "nemotron_h":
+        return types.count("mlp")
     if str(keys.model_type).startswith("deepseek"):
         return min(int(keys.get("first_k_dense_replace")), keys.number("num_hidden_layers"))
     if keys.model_type == "mixtral":
@@ -455,7 +549,10 @@ def linear_layers(arch: Architecture, kind: LayerKind = ATTENTION) -> dict[str, 
     mixers = found if kind.attends else {}
     if kind.has_states and arch.states:
         mixers |= {name: (inputs, outputs) for name, inputs, outputs in arch.states.linear}
-    return mixers | dict(zip(block, ((h, inner), (h, inner), (inner, h)), strict=True))
+    if not kind.has_block:
+        return mixers
+    *into, back = block[-arch.block_matrices :]
+    return mixers | dict.fromkeys(into, (h, inner)) | {back: (inner, h)}
 
 
 def adapter_room(arch: Architecture, rank: int, tensor_parallel: int) -> int:
@@ -474,9 +571,10 @@ def adapter_room(arch: Architecture, rank: int, tensor_parallel: int) -> int:
 
 def adapter_parameters(arch: Architecture, rank: int, targets: tuple[str, ...] | None) -> int:
     """Trained parameters of an adapter; `targets` None means every linear layer but the output layer."""
+    uncalled = CALLED_PAST if arch.states and arch.states.kind == "state space" else ()
     return rank * sum(
         inputs + outputs
         for kind in arch.kinds
         for name, (inputs, outputs) in linear_layers(arch, kind).items()
-        if targets is None or name in targets
+        if (targets is None or name in targets) and not (kind.has_states and name in uncalled)
     )

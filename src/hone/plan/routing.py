@@ -18,7 +18,7 @@ def routing_records(architecture: Architecture, workload: Workload) -> list[Term
     moe, lengths = architecture.experts, workload.lengths
     if not workload.replays_routing or moe is None:
         return []
-    layers = architecture.layers - architecture.dense_layers
+    layers = architecture.expert_layers
     each = layers * moe.active * (1 if moe.count <= ONE_BYTE_EXPERTS else 2)
     tokens = workload.prompts * lengths.max_prompt + workload.samples * lengths.max_response
     updates = workload.max_staleness + 2

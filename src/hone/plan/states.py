@@ -6,31 +6,49 @@ from the keys of its config.json. A sequence has states of one size however long
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 DELTA_CHUNK = 64
 """Tokens of a chunk of the gated delta rule in Transformers."""
+CALLED_PAST = ("out_proj",)
+"""Layers of a state space whose weight a kernel may read past the layer, so that no adapter is beside one; the families
+are in `model.lora.NEVER_CALLED`."""
 
 Kind = Literal["delta rule", "convolution", "state space"]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What mixes tokens in a layer; a feed-forward block follows."""
+    """The parts of a layer: what mixes tokens, and a feed-forward block, dense or of experts."""
 
     attends: bool = False
     has_states: bool = False
+    has_block: bool = True
 
 
-ATTENTION, STATES = LayerKind(attends=True), LayerKind(has_states=True)
+ATTENTION, STATES, BOTH = LayerKind(attends=True), LayerKind(has_states=True), LayerKind(attends=True, has_states=True)
+ATTENTION_ALONE, STATES_ALONE = replace(ATTENTION, has_block=False), replace(STATES, has_block=False)
+BLOCK_ALONE = LayerKind()
 LAYER_KINDS: dict[str, dict[str, LayerKind]] = {
     "qwen3_5_text": {"full_attention": ATTENTION, "linear_attention": STATES},
     "qwen3_next": {"full_attention": ATTENTION, "linear_attention": STATES},
     "lfm2": {"full_attention": ATTENTION, "conv": STATES},
+    "mamba2": {"linear_attention": STATES_ALONE},
+    "falcon_h1": {"hybrid": BOTH},
+    "nemotron_h": {
+        "linear_attention": STATES_ALONE,
+        "full_attention": ATTENTION_ALONE,
+        "mlp": BLOCK_ALONE,
+        "moe": BLOCK_ALONE,
+    },
 }
 """Kinds of layers by family, under their names in `layer_types` of config.json."""
+NEMOTRON_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Kinds of layers in `hybrid_override_pattern`, as repositories have them."""
+EARLIER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Of kinds of layers, in config.json; Transformers reads them as today's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +71,10 @@ class StateLayer:
     """Of one head."""
     chunk: int = 1
     """Tokens that are computed together; rows are filled up to whole chunks."""
+    is_normed: bool = True
+    """A state space's results are normed before they are projected, and not only gated."""
+    is_scaled: bool = False
+    """What it projects is scaled by numbers in float32, so that a trainer in bfloat16 computes on in float32."""
 
     @property
     def parameters(self) -> int:
@@ -79,6 +101,11 @@ def layer_types(family: str, get: Callable[..., Any], layers: int) -> list[str]:
     Args:
         get: a key's value, or the second argument.
     """
+    if family in ("mamba2", "falcon_h1"):  # whose layers are all alike
+        return [*LAYER_KINDS[family]] * layers
+    if family == "nemotron_h":
+        listed = get("layers_block_type") or get("layer_types") or get("hybrid_override_pattern")
+        return [({**EARLIER_NAMES, **NEMOTRON_LETTERS}).get(str(name), str(name)) for name in listed]
     if found := get("layer_types"):
         return list(found)
     if family == "lfm2":
@@ -97,6 +124,8 @@ def state_layer(family: str, number: Callable[[str], int], get: Callable[..., An
     """
     if family == "lfm2":
         return _convolution(number, bool(get("conv_bias", False)))
+    if family in STATE_SPACES:
+        return _state_space(family, number, get)
     return _delta_rule(number, is_fused=family == "qwen3_next")
 
 
@@ -128,4 +157,81 @@ def _delta_rule(number: Callable[[str], int], *, is_fused: bool) -> StateLayer:
         key_dim=key_dim,
         value_dim=value_dim,
         chunk=DELTA_CHUNK,
+    )
+
+
+STATE_SPACES: dict[str, dict[str, str]] = {
+    "mamba2": {
+        "heads": "num_heads",
+        "head_dim": "head_dim",
+        "state": "state_size",
+        "groups": "n_groups",
+        "kernel": "conv_kernel",
+        "chunk": "chunk_size",
+        "convolution's bias": "use_conv_bias",
+        "in_proj's bias": "use_bias",
+        "out_proj's bias": "use_bias",
+    },
+    "falcon_h1": {
+        "heads": "mamba_n_heads",
+        "head_dim": "mamba_d_head",
+        "state": "mamba_d_state",
+        "groups": "mamba_n_groups",
+        "kernel": "mamba_d_conv",
+        "chunk": "mamba_chunk_size",
+        "convolution's bias": "mamba_conv_bias",
+        "in_proj's bias": "mamba_proj_bias",
+        "out_proj's bias": "projectors_bias",
+    },
+    "nemotron_h": {
+        "heads": "mamba_num_heads",
+        "head_dim": "mamba_head_dim",
+        "state": "ssm_state_size",
+        "groups": "n_groups",
+        "kernel": "conv_kernel",
+        "chunk": "chunk_size",
+        "convolution's bias": "use_conv_bias",
+        "in_proj's bias": "use_bias",
+        "out_proj's bias": "use_bias",
+    },
+}
+"""Keys of config.json that have the shape of a family's state spaces."""
+EARLIER_KEYS = {
+    "n_groups": "mamba_n_groups",
+    "conv_kernel": "mamba_d_conv",
+    "chunk_size": "mamba_chunk_size",
+    "use_conv_bias": "mamba_conv_bias",
+}
+"""Of Nemotron-H's; its class prefers them where they are there."""
+
+
+def _state_space(family: str, number: Callable[[str], int], get: Callable[..., Any]) -> StateLayer:
+    """Mamba 2 (arXiv:2405.21060)."""
+    keys: Mapping[str, str] = STATE_SPACES[family]
+    if family == "nemotron_h":
+        keys = {
+            part: EARLIER_KEYS[key] if get(EARLIER_KEYS.get(key, "")) is not None else key for part, key in keys.items()
+        }
+    h, heads, state = (number(key) for key in ("hidden_size", keys["heads"], keys["state"]))
+    if get(keys["head_dim"]) == "auto":
+        head_dim = (get("mamba_d_ssm") or number("mamba_expand") * h) // heads
+    else:
+        head_dim = number(keys["head_dim"])
+    inner, is_normed = heads * head_dim, family != "falcon_h1" or bool(get("mamba_rms_norm"))
+    channels, kernel = inner + 2 * number(keys["groups"]) * state, number(keys["kernel"])
+    projected = inner + channels + heads
+    biases = channels * bool(get(keys["convolution's bias"]))
+    biases += projected * bool(get(keys["in_proj's bias"])) + h * bool(get(keys["out_proj's bias"]))
+    return StateLayer(
+        "state space",
+        linear=(("in_proj", h, projected), ("out_proj", inner, h)),
+        others=channels * kernel + 3 * heads + inner * is_normed + biases,
+        channels=channels,
+        kernel=kernel,
+        heads=heads,
+        key_dim=state,
+        value_dim=head_dim,
+        chunk=number(keys["chunk"]),
+        is_normed=is_normed,
+        is_scaled=family == "falcon_h1",
     )

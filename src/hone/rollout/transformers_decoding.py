@@ -166,7 +166,7 @@ class TransformersStepper:
             with self._model.routing.recording() as taken:
                 out = self._model.body(use_cache=True, **inputs)
                 self._experts_NLK = taken()
-        return self._model.logits(out.last_hidden_state[:, -1])
+        return self._model.logits(self._model.last_hidden(out)[:, -1])
 
     def _select(self, row_B: Tensor) -> None:
         row: Any = row_B  # typed there as one class of tensor
