@@ -1,15 +1,20 @@
 """Ring attention (arXiv:2310.01889) over a shared-prompt layout: each rank of a ring has a chunk of the tokens.
 
-Keys and values go round, and every rank attends to those of the chunks before its own as they come. What it has so far
-is mixed with what is new by their normalisers (the log-sum-exp of the scores). The backward pass sends keys and values
-round once more; each rank makes their exact part of the gradient from the whole softmax's normaliser, and sends it back
-to the rank that has the keys. Nothing goes further than the longest group of samples reaches.
+A chunk is two pieces of the layout: of 2 R pieces rank r has piece r and piece 2 R - 1 - r (arXiv:2407.21783, section
+3.3.2). A token sees those before it, so each rank has an early piece, which sees little, and a late one, which sees
+much: in a long sequence all have as much to do.
 
-Chunks follow each other in the layout, where a group of samples is one stretch: its prompt, then its responses. So two
-chunks share one group at the most, and of it one response: what one chunk sees of another is two dense rectangles.
+Keys and values go round, and every rank attends to those before its own as they come. What it has so far is mixed with
+what is new by their normalisers (the log-sum-exp of the scores). The backward pass sends keys and values round once
+more; each rank makes their exact part of the gradient from the whole softmax's normaliser, and sends it back to the
+rank that has the keys. What comes next is on its way while a rank computes. A chunk to which no rank
+attends is not sent.
+
+A group of samples is one stretch of the layout: its prompt, then its responses. So two pieces share one group at the
+most, and of it one response: what one piece sees of another is two dense rectangles.
 
 The kernels are flash attention's in 16 bits on GPUs; elsewhere plain products, a tile of queries at a time. Not here:
-how tokens are exchanged for heads besides (sequence.py). Later chunks have more to attend to, and ranks wait for them.
+how tokens are exchanged for heads besides (sequence.py).
 """
 
 from __future__ import annotations
@@ -24,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.model.collectives import exchanged
 from hone.model.layout import QUERY_ROWS, Ints, Layout
 from hone.model.recompute import kept
 from hone.model.varlen_attention import FLASH, RaggedCall, RaggedKernels, on_device_of, ragged_call
@@ -61,17 +65,24 @@ def ring_attention(layout: Layout, group: ProcessGroup) -> Callable[[int, Tensor
     return attend
 
 
+def ring_order(size: int, ranks: int) -> Ints:
+    """(size,) places in a layout: those of rank 0's chunk, then of rank 1's, ... `size` is a multiple of 2 `ranks`."""
+    pieces = np.arange(size).reshape(2 * ranks, -1)
+    return np.concatenate([np.concatenate((pieces[rank], pieces[-1 - rank])) for rank in range(ranks)])
+
+
 class RingPlan:
     """What one rank computes with each chunk of keys.
 
     Args:
+        layout: of all tokens, as many as `ring_order` takes.
         ranks, rank: of the ring.
     """
 
     def __init__(self, layout: Layout, ranks: int, rank: int) -> None:
         self.ranks, self.rank = ranks, rank
         self._layout = layout
-        self._each = len(layout.token_ids_X) // ranks
+        self._piece = len(layout.token_ids_X) // (2 * ranks)
         prompt_start_R, prompt_length_R, own_start_R, length_R = layout.spans_R.T
         size = len(layout.token_ids_X)
         inner = np.concatenate((prompt_start_R, own_start_R[length_R > 1], [layout.num_tokens, size]))
@@ -81,44 +92,69 @@ class RingPlan:
         self._end_N = np.append(self._start_N[1:], layout.num_tokens)
 
     @cached_property
-    def reach(self) -> int:
-        """How many chunks back any rank looks."""
-        pairs = ((chunk, distance) for chunk in range(self.ranks) for distance in range(1, chunk + 1))
-        return max((distance for chunk, distance in pairs if self._rectangles(chunk, distance)), default=0)
+    def distances(self) -> list[int]:
+        """Of the ranks, counted backwards round the ring, whose chunks any rank attends to; the same on all ranks."""
+        return [
+            d for d in range(1, self.ranks) if any(self._rectangles(r, (r - d) % self.ranks) for r in range(self.ranks))
+        ]
 
     @cached_property
     def own(self) -> list[RingCall]:
-        """This rank's chunk with itself: each stretch of a sequence, and responses with what is here of prompts."""
-        low, high = self._bounds(self.rank)
-        ends = np.unique(self._ends.clip(low, high)) - low
-        everything = slice(0, self._each)
-        calls = [RingCall(ragged_call(self._layout, ends, ends, is_causal=True), everything, everything)]
-        prompts = self._start_N.clip(low, high) - low, self._prompt_end_N.clip(low, high) - low
-        responses = prompts[1], self._end_N.clip(low, high) - low
-        have_both = (prompts[1] > prompts[0]) & (responses[1] > responses[0])
-        if have_both.any():
-            queries, keys = ([part[have_both] for part in ends] for ends in (responses, prompts))
-            ragged = ragged_call(self._layout, _ends(queries), _ends(keys), is_causal=False)
-            places = (on_device_of(self._layout, _ranges(part)) for part in (queries, keys))
+        """This rank's chunk with itself: in each piece each stretch of a sequence, and responses with what is there of
+        prompts; and the later piece with the earlier one."""
+        ends, queries, keys = [np.zeros(1, np.int64)], list[tuple[Ints, Ints]](), list[tuple[Ints, Ints]]()
+        for place, piece in enumerate(self._pieces(self.rank)):
+            low, high = self._bounds(piece)
+            shift = place * self._piece - low
+            ends.append(np.unique(self._ends.clip(low, high))[1:] + shift)
+            start_N, prompt_end_N, end_N = (
+                x.clip(low, high) + shift for x in (self._start_N, self._prompt_end_N, self._end_N)
+            )
+            have_both = (prompt_end_N > start_N) & (end_N > prompt_end_N)
+            queries.append((prompt_end_N[have_both], end_N[have_both]))
+            keys.append((start_N[have_both], prompt_end_N[have_both]))
+        each, everything = np.concatenate(ends), slice(0, 2 * self._piece)
+        calls = [RingCall(ragged_call(self._layout, each, each, is_causal=True), everything, everything)]
+        spans = [[np.concatenate(parts) for parts in zip(*of_pieces, strict=True)] for of_pieces in (queries, keys)]
+        if len(spans[0][0]):
+            ragged = ragged_call(self._layout, _ends(spans[0]), _ends(spans[1]), is_causal=False)
+            places = (on_device_of(self._layout, _ranges(part)) for part in spans)
             calls.append(RingCall(ragged, *places))
-        return calls
+        return calls + self._calls(self.rank)
 
     def before(self, distance: int) -> list[RingCall]:
-        """This rank's chunk with the one so many before it."""
+        """This rank's chunk with that of the rank so many places before it."""
+        return self._calls((self.rank - distance) % self.ranks)
+
+    def _calls(self, other: int) -> list[RingCall]:
         return [
             RingCall(
                 ragged_call(self._layout, np.array([0, q_end - q]), np.array([0, k_end - k]), is_causal=False),
                 slice(q, q_end),
                 slice(k, k_end),
             )
-            for q, q_end, k, k_end in self._rectangles(self.rank, distance)
+            for q, q_end, k, k_end in self._rectangles(self.rank, other)
         ]
 
-    def _rectangles(self, chunk: int, distance: int) -> list[tuple[int, int, int, int]]:
-        """Queries and keys, from and to, each within its chunk: of the prompt, and of the response that both have."""
-        if distance > chunk:
-            return []
-        (low, high), (key_low, key_high) = self._bounds(chunk), self._bounds(chunk - distance)
+    def _rectangles(self, rank: int, other: int) -> list[tuple[int, int, int, int]]:
+        """Queries of a rank's chunk and keys of another's, or of its own, from and to, each within its chunk: for each
+        piece and an earlier one, of the prompt and of the response that both have."""
+        return [
+            (
+                q + place * self._piece,
+                qe + place * self._piece,
+                k + key_place * self._piece,
+                ke + key_place * self._piece,
+            )
+            for place, piece in enumerate(self._pieces(rank))
+            for key_place, earlier in enumerate(self._pieces(other))
+            if earlier < piece
+            for q, qe, k, ke in self._between(piece, earlier)
+        ]
+
+    def _between(self, piece: int, earlier: int) -> list[tuple[int, int, int, int]]:
+        """Queries and keys, from and to, each within its piece."""
+        (low, high), (key_low, key_high) = self._bounds(piece), self._bounds(earlier)
         number = int(np.searchsorted(self._start_N, low, side="right")) - 1
         start, prompt_end, end = (int(x[number]) for x in (self._start_N, self._prompt_end_N, self._end_N))
         found = []
@@ -130,8 +166,11 @@ class RingPlan:
                 found.append((low, min(own_end, high), max(own, key_low), key_high))
         return [(q - low, qe - low, k - key_low, ke - key_low) for q, qe, k, ke in found if qe > q and ke > k]
 
-    def _bounds(self, chunk: int) -> tuple[int, int]:
-        return chunk * self._each, (chunk + 1) * self._each
+    def _pieces(self, rank: int) -> tuple[int, int]:
+        return rank, 2 * self.ranks - 1 - rank
+
+    def _bounds(self, piece: int) -> tuple[int, int]:
+        return piece * self._piece, (piece + 1) * self._piece
 
 
 class _RingAttention(torch.autograd.Function):
@@ -150,6 +189,7 @@ class _RingAttention(torch.autograd.Function):
         plan, kernels, group, grad_out = ctx.plan, ctx.kernels, ctx.group, grads[0].contiguous()
         exact = torch.promote_types(q.dtype, torch.float32)
         grad_q, grad_kv = torch.zeros(q.shape, dtype=exact, device=q.device), None
+        going_back: _Shift | None = None
         for distance, kv, calls in _round(k, v, plan, group):
             part = torch.zeros(kv.shape, dtype=exact, device=q.device)
             for call in calls:
@@ -159,9 +199,15 @@ class _RingAttention(torch.autograd.Function):
                 _add(grad_q, rows, of_q)
                 _add(part[0], keys, of_k)
                 _add(part[1], keys, of_v)
-            back = part if distance == 0 else _shifted(part, -distance, group)
-            grad_kv = back if grad_kv is None else grad_kv.add_(back)
+            if grad_kv is None:
+                grad_kv = part  # of its own keys
+                continue
+            if going_back is not None:
+                grad_kv.add_(going_back.arrived())
+            going_back = _Shift(part, -distance, group)
         assert grad_kv is not None
+        if going_back is not None:
+            grad_kv.add_(going_back.arrived())
         return grad_q.to(q.dtype), *grad_kv.to(q.dtype).unbind(), None, None, None
 
 
@@ -187,20 +233,32 @@ def _attended(
 
 
 def _round(k: Tensor, v: Tensor, plan: RingPlan, group: ProcessGroup) -> Iterator[tuple[int, Tensor, list[RingCall]]]:
-    """The keys and values of this chunk and those before it, as far as any rank looks, with what to compute of them."""
-    kv = torch.stack((k, v))
-    yield 0, kv, plan.own
-    for distance in range(1, plan.reach + 1):
-        kv = _shifted(kv, 1, group)
+    """Keys and values of this chunk and of those that any rank looks at, with what to compute of them. The next ones
+    are on their way meanwhile."""
+    own, distances = torch.stack((k, v)), plan.distances
+    coming = [_Shift(own, distance, group) for distance in distances[:1]]
+    yield 0, own, plan.own
+    for number, distance in enumerate(distances, 1):
+        kv = coming.pop().arrived()
+        coming += [_Shift(own, following, group) for following in distances[number : number + 1]]
         yield distance, kv, plan.before(distance)
 
 
-def _shifted(x: Tensor, by: int, group: ProcessGroup) -> Tensor:
-    """What the rank `by` places before this one in the ring has."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    send, receive = [0] * ranks, [0] * ranks
-    send[(rank + by) % ranks] = receive[(rank - by) % ranks] = len(x)
-    return exchanged(x, send, receive, group)
+class _Shift:
+    """What the rank `by` places before this one in the ring has, on its way."""
+
+    def __init__(self, x: Tensor, by: int, group: ProcessGroup) -> None:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        send, receive = [0] * ranks, [0] * ranks
+        send[(rank + by) % ranks] = receive[(rank - by) % ranks] = len(x)
+        self._sent, self._out = x.contiguous(), torch.empty_like(x)
+        self._work = dist.all_to_all_single(self._out, self._sent, receive, send, group=group, async_op=True)
+
+    def arrived(self) -> Tensor:
+        """It, once it is there."""
+        if self._work is not None:
+            self._work.wait()
+        return self._out
 
 
 def _columns(x: Tensor, part: Part) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 from hone.model.attention import shared_prompt_attention
 from hone.model.collectives import exchanged, gathered, share
 from hone.model.layout import Ints, Layout, filled
-from hone.model.ring import ring_attention
+from hone.model.ring import ring_attention, ring_order
 from hone.types import UNRECORDED
 
 if TYPE_CHECKING:
@@ -79,10 +79,17 @@ class SequenceGroup:
                 lambda hidden_W: hidden_W.index_select(0, layout.needed_U),
                 layout.routing_X,
             )
-        layout = _with_filler(layout, dist.get_world_size(self.group))
-        own = share(len(layout.token_ids_X), self.group)
-        predict_U, each = layout.predict_on_host(), own.stop - own.start
-        needed_W, dealt = _dealing(predict_U // each, predict_U % each, layout.token_ids_X.device, self.group)
+        ranks = dist.get_world_size(self.group)
+        layout = _with_filler(layout, ranks if self.rings is None else 2 * ranks)
+        order_X = self._order(len(layout.token_ids_X))
+        own_x, place_X, each = (
+            order_X.reshape(ranks, -1)[dist.get_rank(self.group)],
+            np.argsort(order_X),
+            len(order_X) // ranks,
+        )
+        place_U, device = place_X[layout.predict_on_host()], layout.token_ids_X.device
+        needed_W, dealt = _dealing(place_U // each, place_U % each, device, self.group)
+        own = torch.from_numpy(own_x).to(device, non_blocking=True)
         return Part(
             layout.token_ids_X[own],
             layout.position_X[own],
@@ -91,6 +98,10 @@ class SequenceGroup:
             dealt,
             None if layout.routing_X is None else layout.routing_X[own],
         )
+
+    def _order(self, size: int) -> Ints:
+        """Places in the layout of the first rank's tokens, then of the second's, ..."""
+        return np.arange(size) if self.rings is None else ring_order(size, self.rings[RING].size())
 
     def _attention(self, layout: Layout, group: ProcessGroup) -> Callable[..., Tensor]:
         if self.rings is None:
