@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 import torch
+from picture_run import write_run as write_picture_run
+from pictures import save_picture
 from safetensors.torch import load_file, save_file
 from tiny import write_run
 
@@ -162,3 +164,20 @@ def test_a_change_is_refused_and_accepted_with_a_flag(tmp_path, capsys):
     log = (tmp_path / "run" / "logs" / "training.log").read_text()
     assert f"continues with another input than before: data.train: {old} -> " in log
     assert main(["train", run_file, "--resume", "run.steps=4"]) == 0, "the new one is now the run's"
+
+
+def test_a_replaced_picture_is_a_changed_input(tmp_path):
+    run_file = write_picture_run(tmp_path)
+    loaded = load_config(run_file)
+    tokenizer = load_tokenizer(loaded.config.model, tmp_path)
+    before = input_hashes(loaded, tokenizer)
+    save_picture(tmp_path / "4.png", 5, 40, 60)
+    assert [line.split(":")[0] for line in changed_inputs(before, input_hashes(loaded, tokenizer))] == [
+        "data.eval pictures",
+        "data.train pictures",
+    ]
+    message = {"role": "user", "content": [{"type": "image", "image": "4.png"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [message], "images": []}) + "\n")
+    before = input_hashes(loaded, tokenizer)
+    save_picture(tmp_path / "4.png", 6, 40, 60)
+    assert "data.train pictures" in changed_inputs(before, input_hashes(loaded, tokenizer))[1]

@@ -10,17 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.constants import ENDPOINT
 
 import hone
+from hone.config.derived import section_of
 from hone.config.load import Loaded
 from hone.config.source import SourceSection
 from hone.data.cache import DEFAULT_CACHE
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
+from hone.data.render import Renderer
+from hone.data.report import LoadProgress
 from hone.data.rows import rows_digest
+from hone.data.sources import SourceRow, read_rows
 from hone.errors import DataError, RunFolderError
 from hone.model.load import weight_files
 from hone.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -47,6 +52,11 @@ def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
         "sft.data": (config.sft.data, data.train_split),
     }
     hashes |= {key: _sources(sources, folder, split) for key, (sources, split) in parts.items() if sources is not None}
+    if tokenizer.processor:
+        imitated = [config.sft.messages_column] if config.sft.messages_column is not None else []
+        for key, (sources, split) in parts.items():
+            renderers = [(source, Renderer(section_of(data, source), tokenizer, folder)) for source in sources or ()]
+            hashes |= _pictures(key, renderers, imitated, folder, split)
     for key, place in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if place is not None:
             hashes |= {f"{key} {name}": found for name, found in _model(place, folder).items()}
@@ -98,6 +108,23 @@ def _rows(source: str, folder: Path, split: str) -> str:
         return rows_digest(source, folder, split=split, cache=DEFAULT_CACHE)
     except DataError:  # which is said by the stage that reads it
         return "unreadable"
+
+
+def _pictures(
+    key: str, sources: Sequence[tuple[SourceSection, Renderer]], imitated: Sequence[str], folder: Path, split: str
+) -> dict[str, str]:
+    """Of the files of all pictures that rows name, in their order; nothing where they name none."""
+    hashed, count = hashlib.sha256(), 0
+    progress = LoadProgress(f"hashing the pictures of {key}", DEFAULT_CACHE.say, unit="pictures")
+    with suppress(DataError):  # which is said by the stage that reads the rows
+        for source, renderer in sources:
+            for row in read_rows(source.path, folder, split=source.split or split):
+                for path in renderer.picture_files(row.values, *imitated) if isinstance(row, SourceRow) else ():
+                    with suppress(OSError):
+                        hashed.update(DEFAULT_CACHE.digest(path).encode())
+                    count += 1
+                    progress.at(count)
+    return {f"{key} pictures": hashed.hexdigest()} if count else {}
 
 
 def _model(place: str, folder: Path) -> dict[str, str]:

@@ -247,6 +247,25 @@ class Renderer:
             )
         return [_plain(message) for message in messages], tuple(pictures)
 
+    def picture_files(self, values: Mapping[str, Any], *others: str) -> list[Path]:
+        """Files of the pictures that a row names: in columns of pictures, and in the messages of the prompt and of
+        `others`. None without a chat template, and of a malformed row."""
+        if not self.data.chat:
+            return []
+        given, texts = (
+            [name for name in names if name.partition(".")[0] in values]
+            for names in (self.data.image_columns, (self.data.prompt_column, *others))
+        )
+        try:
+            found = [value for name in given for value in _listed(column(values, name))]
+            for name in texts:
+                for message in self.messages(column(values, name), name, may_show=True):
+                    found += [part.get("image") for part in _parts(message["content"], name)]
+            sources = [source_of_picture(value, self.image_root) for value in found if value is not None]
+        except (Malformed, BrokenPicture):
+            return []
+        return [source for source in sources if isinstance(source, Path)]
+
     def messages(self, value: Any, name: str | None = None, *, may_show: bool = False) -> list[Message]:
         """Text as one user message, or the row's own messages; the system message first unless they bring one.
 
