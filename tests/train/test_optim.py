@@ -131,6 +131,14 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad):
     assert not model.bias.grad.any(), "the next step must not see it"
 
 
+def test_the_norm_of_many_numbers_is_that_of_float64():
+    weights = FlatWeights(Small(width=800_000), torch.float32)
+    optimizer = FlatAdamW(weights, OptimizerSection(grad_clip=0.0), total_steps=1)
+    weights.grad.normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
+    exact = float(torch.linalg.vector_norm(weights.grad.double()))
+    assert optimizer.step().grad_norm == pytest.approx(exact, rel=1e-6)
+
+
 def test_restoring_into_another_model_names_the_first_difference():
     ours = FlatAdamW(FlatWeights(Small(7), torch.float32), OptimizerSection(), total_steps=1)
     theirs = FlatAdamW(FlatWeights(Small(8), torch.float32), OptimizerSection(), total_steps=1)

@@ -34,6 +34,10 @@ learning rate's schedule continues."""
 """What is kept of each trained number: itself, and what AdamW keeps, as torch names it."""
 
 
+NORM_NUMBERS = 1 << 16
+"""Of one part of `accurate_norm`."""
+
+
 class Weights(Protocol):
     """What is trained of a model, wherever its numbers are."""
 
@@ -329,7 +333,7 @@ class FlatAdamW(AdamW):
         return self._weights
 
     def _gradient_norm(self) -> float:
-        return float(torch.linalg.vector_norm(self.weights.grad))
+        return float(accurate_norm(self.weights.grad))
 
     def partial_gradient_norm(self) -> float | None:
         return self._gradient_norm()
@@ -378,6 +382,17 @@ class FlatAdamW(AdamW):
     def _count_applied(self) -> None:
         for state in self._adam.state.values():
             state["step"].fill_(self.num_applied)
+
+
+def accurate_norm(x: Tensor) -> Tensor:
+    """Euclidean norm of a flat tensor, from norms of parts: on a CPU, torch's own of 30 million float32 numbers is
+    wrong by 0.16 %, as it adds small squares to a large sum."""
+    cut = len(x) - len(x) % NORM_NUMBERS
+    rest = torch.linalg.vector_norm(x[cut:])
+    if not cut:
+        return rest
+    rows = torch.linalg.vector_norm(x[:cut].view(-1, NORM_NUMBERS), dim=1)
+    return torch.linalg.vector_norm(torch.cat((rows, rest[None])))
 
 
 def refuse_other_weights(ours: Segments, theirs: Segments) -> None:
