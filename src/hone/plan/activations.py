@@ -36,6 +36,10 @@ Loss = Literal["chunked", "naive"]
 CAPPED_SCORE_BYTES = 8
 """Bytes that are kept of each score of attention that is capped, in float32 and bfloat16 alike: tanh's results and
 softmax's."""
+LAST_NORM_BYTES = {2: 18, 4: 12}
+"""Per number of the residual stream, by bytes per number: what the norm after the last layer keeps (6 and 8, saved by
+autograd), and what its backward pass adds (the rest, measured), which computes in float32. Counted for one process, of
+models with layers with states; of others a feed-forward block's gradients are more."""
 NAIVE_BYTES, NAIVE_BYTES_FORWARD = 12, 8
 """Per token and vocabulary entry, of log_softmax and gather in float32: while the loss goes backward, and forward."""
 CHUNK_BYTES_FORWARD = 12

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hone.plan import towers
 from hone.plan.activations import (
     CHUNK_BYTES_FORWARD,
+    LAST_NORM_BYTES,
     Pass,
     backward_per_token,
     embedding_gradient_bytes,
@@ -386,6 +387,10 @@ def update_moments(prefix: str, work: Pass, held: list[Term], *, trained: bool) 
         yield moment("update", f"{prefix}loss forward", kept, _loss_forward(work))
         yield moment("update", f"{prefix}loss backward", kept, _loss_backward(work, trained=trained))
     mask = masks(work, backward=True)
+    if arch.states:
+        each = LAST_NORM_BYTES[work.bytes_each] * arch.hidden
+        norm = term("last norm", each * work.tokens, f"{each:,} B x {work.tokens:,} tokens")
+        yield moment("update", f"{prefix}last norm backward", held, saved, mask, norm)
     yield moment("update", f"{prefix}layer backward", held, saved, mask, _layer_backward(work, trained=trained))
     if trained:
         formula = f"{arch.vocab:,} x {arch.hidden}, twice where it is the output layer too, and converted"

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from hone.plan.states import StateLayer
 
-BFLOAT16_MORE = 4
-"""Bytes per token and channel of a short convolution in bfloat16, beyond what its operations should keep: measured."""
-
 
 def kept(layer: StateLayer, p: int, length: int) -> float:
     """Bytes per token that one layer's part with states keeps for its backward pass.
@@ -22,7 +19,7 @@ def kept(layer: StateLayer, p: int, length: int) -> float:
         length: tokens of a row.
     """
     if layer.kind == "convolution":  # two gates and what they gate, the convolution's input and result, the product
-        return (6 * p + (BFLOAT16_MORE if p == 2 else 0)) * layer.channels
+        return 6 * p * layer.channels
     if layer.kind == "state space":
         return _kept_of_space(layer, p, length)
     inside = 4 * (5 * layer.chunk + 10) * layer.heads + 4 * layer.key_size * layer.value_dim / layer.chunk
