@@ -1,7 +1,6 @@
 """The faults of benchmarks/doctor.py: each is the base run with one thing wrong.
 
-The task is adding two numbers, by a model of about 30 thousand parameters that a supervised stage has taught a part of
-it. What is wrong is a setting, the data, the reward, or the code (a patch).
+What is wrong is a setting, the data, the reward, or the code (a patch). `_doctor_task.py` has the base run.
 """
 
 from __future__ import annotations
@@ -21,47 +20,24 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from _doctor_task import (
+    PROMPTS,
+    RESPONSE_TOKENS,
+    SAMPLES,
+    STEPS,
+    Rows,
+    easy_rows,
+    eval_rows,
+    hard_rows,
+    leaked,
+    train_rows,
+)
 
 from hone.data.chat import character_tokenizer
 from hone.types import Batch, Group
 
-STEPS = 80
-MODEL = {
-    "model_type": "qwen3", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 96, "max_position_embeddings": 48,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-CHARACTERS = "0123456789+="
-QUIET = {"console": "quiet", "tensorboard": False, "trace": False, "samples_max_mib": 0}
-Rows = list[dict[str, Any]]
-
-
-def row(a: int, b: int) -> dict[str, Any]:
-    return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
-
-
-EASY = [row(a, b) for a in range(6) for b in range(6)]
-SUMS = [row(a, b) for a in range(5, 25) for b in range(10)]
-ECHO = [{"prompt": f"{a}=", "answer": str(a)} for a in range(40)]
-HARD = [row(a, b) for a in range(100, 120) for b in range(100, 110)]
-LEAKED = [{"prompt": f"{a + b}={a}+{b}=", "answer": str(a + b)} for a in range(5, 25) for b in range(10)]
-
-
-def base(folder: Path, start: Path, seed: int) -> dict[str, Any]:
-    """A run that learns: from the supervised weights in `start`."""
-    return {
-        "seed": seed,
-        "run": {"dir": str(folder / "run"), "steps": STEPS, "threads": 1, "device": "cpu"},
-        "model": {"path": str(start)},
-        "data": {"train": "train.jsonl", "eval": "eval.jsonl", "answer_column": "answer", "max_prompt_tokens": 16},
-        "reward": {"components": [{"use": "exact"}]},
-        "rollout": {"group_size": 8, "max_response_tokens": 8},
-        "train": {"prompts_per_step": 16, "optimizer": {"lr": 1e-3, "warmup_steps": 10}},
-        "eval": {"every": 20},
-        "gate": {"enabled": False},
-        "checkpoint": {"every": 0},
-        "observe": QUIET,
-    }
+CHARACTERS = "0123456789+-*/="
+"""Of examples/quickstart/run.yaml."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +49,13 @@ class Fault:
     """Causes that are right: several where metrics cannot tell them apart."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Dotted keys over the base run's."""
-    train: Rows | None = None
-    eval: Rows | None = None
+    train: Callable[[], Rows] = train_rows
+    eval: Callable[[], Rows] = eval_rows
     rewards: Callable[[], list[Callable[..., Any]]] | None = None
     planted: Callable[[Path], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Takes the run's folder; within it the run is made. What it gives, if it is a mapping, are more settings."""
+    extends: tuple[str, ...] = ()
+    """Presets over the base run."""
     steps: int = STEPS
     """Fewer where the fault shows early."""
 
@@ -102,6 +80,12 @@ def noisy_reward() -> list[Callable[..., Any]]:
     return of_samples(lambda sample, group: float(chance.random() < 0.5))()
 
 
+def idle_reward() -> list[Callable[..., Any]]:
+    """Higher for every second prompt, and otherwise chance: nothing that a response can earn."""
+    chance = random.Random(0)
+    return of_samples(lambda sample, group: float(chance.random() < (0.3 if group.prompt.index % 2 else 0.7)))()
+
+
 def failing_reward() -> list[Callable[..., Any]]:
     chance = random.Random(0)
 
@@ -115,7 +99,7 @@ def failing_reward() -> list[Callable[..., Any]]:
 
 def slow_reward() -> list[Callable[..., Any]]:
     def reward(group: Group) -> list[float]:
-        time.sleep(0.05)
+        time.sleep(0.3)
         return [right(sample, group) for sample in group.samples]
 
     return [reward]
@@ -150,9 +134,14 @@ def wordy_judge() -> list[Callable[..., Any]]:
     chance = random.Random(0)
 
     def judge(group: Group) -> list[float]:
-        return [min(len(s.token_ids) / 8, 1.0) + 0.1 * chance.random() for s in group.samples]
+        return [min(len(s.token_ids) / RESPONSE_TOKENS, 1.0) + 0.1 * chance.random() for s in group.samples]
 
     return [*of_samples(right, "exactly")(), judge]
+
+
+def string_pays(sample: Any, group: Group) -> float:
+    """A judge that a string convinces, whatever was asked."""
+    return max(right(sample, group), float(sample.text == "00000"))
 
 
 def with_constant() -> list[Callable[..., Any]]:
@@ -222,7 +211,7 @@ def dying_service(_: Path) -> Iterator[Mapping[str, Any]]:
             nonlocal served
             items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["items"]
             served += len(items)
-            if served > 1280:
+            if served > 10 * PROMPTS * SAMPLES:
                 self.close_connection = True
                 threading.Thread(target=end).start()
             else:
@@ -269,9 +258,9 @@ def reply_to(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """The run's folder is a file system of 3 MiB (Linux, as root). What the run leaves is copied out of it."""
+    """The run's folder is a file system of 40 MiB (Linux, as root). What the run leaves is copied out of it."""
     (folder / "run").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder / "run")], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder / "run")], check=True)
     try:
         yield
     finally:
@@ -324,63 +313,72 @@ async def two_engines(job: Any, needs: frozenset[str], saved: Any) -> AsyncItera
 
 
 LR, LR_CRITIC = "train.optimizer.lr", "critic.optimizer.lr"
-PPO = {"extends": ["algorithm/ppo"], LR_CRITIC: 3e-3, "critic.warmup_updates": 0}
+PPO = {LR_CRITIC: 1e-3, "critic.warmup_updates": 0}
 NO_RATIO = {"algorithm.ratio": "none", "algorithm.clip": "none"}
+SMALL = {"train.prompts_per_step": 8, "rollout.group_size": 8}
+"""For faults that need many steps and no particular batch."""
 TOO_HIGH = ("learning_rate_too_high",)
 LENGTH = ("reward_pays_length",)
 
 FAULTS = (
-    Fault("lr_x100", TOO_HIGH, {LR: 0.1}, steps=30),
-    Fault("lr_x30", TOO_HIGH, {LR: 0.03}, steps=30),
-    Fault("lr_by_100", ("learning_rate_too_low",), {LR: 1e-5}),
-    Fault("lr_by_1000", ("learning_rate_too_low",), {LR: 1e-6}, steps=40),
-    Fault("lr_of_a_large_model", ("learning_rate_too_low",), {LR: 1e-7}, steps=40),
-    Fault("sft_lr_x100", TOO_HIGH, {"stages": ["sft"], "sft.epochs": 40, "sft.optimizer.lr": 0.3}),
-    Fault("kl_huge", ("kl_coefficient_too_large",), {"algorithm.kl_loss_coef": 10.0}, steps=60),
-    Fault("temperature_unknown", ("sampler_settings_differ",), planted=other_temperature, steps=30),
-    Fault("top_p", ("truncated_sampling",), NO_RATIO | {"rollout.top_p": 0.8}, steps=30),
-    Fault("top_k", ("truncated_sampling",), NO_RATIO | {"rollout.top_k": 2}, steps=30),
-    Fault("logprobs_shifted", ("tokens_misaligned",), planted=lambda _: with_batch(shifted), steps=30),
-    Fault("dtype", ("dtype_differs",), planted=lambda _: with_batch(rounded), steps=30),
+    Fault("lr_x100", TOO_HIGH, {LR: 3e-2}, steps=25),
+    Fault("lr_x30", TOO_HIGH, {LR: 1e-2}),
+    Fault("lr_by_100", ("learning_rate_too_low",), {LR: 3e-6}, steps=60),
+    Fault("lr_by_1000", ("learning_rate_too_low",), {LR: 3e-7}, steps=30),
+    Fault("lr_of_a_large_model", ("learning_rate_too_low",), {LR: 1e-7}, steps=30),
+    Fault("sft_lr_x100", TOO_HIGH, {"stages": ["sft"], "sft.rows": "0:1600", "sft.optimizer.lr": 0.2}),
+    Fault("kl_huge", ("kl_coefficient_too_large",), {"algorithm.kl_loss_coef": 10.0}, steps=50),
+    Fault("kl_off", ("kl_coefficient_vanished", "drift_without_gain"), rewards=idle_reward, steps=60,
+          settings={"algorithm.kl_loss_coef": 0.05, "algorithm.kl_target": 50.0, "algorithm.kl_horizon_samples": 500,
+                    LR: 2e-3}),
+    Fault("temperature_unknown", ("sampler_settings_differ",), planted=other_temperature, steps=15),
+    Fault("top_p", ("truncated_sampling",), NO_RATIO | {"rollout.top_p": 0.8}, steps=15),
+    Fault("top_k", ("truncated_sampling",), NO_RATIO | {"rollout.top_k": 2}, steps=15),
+    Fault("logprobs_shifted", ("tokens_misaligned",), planted=lambda _: with_batch(shifted), steps=15),
+    Fault("dtype", ("dtype_differs",), planted=lambda _: with_batch(rounded), steps=15),
     Fault("weights_stuck", ("weights_stale",), {"rollout.max_staleness": 1}, planted=stuck_weights),
     Fault(
-        "staleness_4", ("off_policy",), {"rollout.max_staleness": 4, "algorithm.correction": "none", LR: 2e-3}
+        "staleness_4", ("off_policy",), {"rollout.max_staleness": 4, "algorithm.correction": "none", LR: 1e-3}
     ),
     Fault("sign", ("weight_negative",), {"reward.components": [{"use": "exact", "weight": -1.0}]}, steps=30),
-    Fault("parser_broken", ("reward_broken",), rewards=of_samples(lambda sample, group: 0.0), steps=30),
-    Fault("length_pays", LENGTH, rewards=of_samples(lambda s, g: min(len(s.token_ids) / 8, 1) + 0.2 * right(s, g)),
-          steps=100),
-    Fault("judge_likes_length", LENGTH, rewards=wordy_judge, steps=100),
-    Fault("reward_is_noise", ("reward_is_noise",), rewards=noisy_reward, steps=150),
-    Fault("component_constant", ("component_constant",), rewards=with_constant, steps=30),
-    Fault("reward_fails", ("reward_code_fails",), {"reward.max_unscored_frac": 1.0}, rewards=failing_reward, steps=30),
-    Fault("reward_slow", ("reward_slow",), rewards=slow_reward, steps=20),
-    Fault("reward_leaks", ("memory_leak",), rewards=leaking_reward, steps=110),
+    Fault("parser_broken", ("reward_broken",), rewards=of_samples(lambda sample, group: 0.0), steps=15),
+    Fault("length_pays", LENGTH, steps=60,
+          rewards=of_samples(lambda s, g: min(len(s.token_ids) / RESPONSE_TOKENS, 1) + 0.2 * right(s, g))),
+    Fault("judge_likes_length", LENGTH, rewards=wordy_judge, steps=60),
+    Fault("string_convinces", ("reward_exploited",), rewards=of_samples(string_pays), steps=60),
+    Fault("reward_is_noise", ("reward_is_noise",), rewards=noisy_reward, steps=60),
+    Fault("component_constant", ("component_constant",), rewards=with_constant, steps=20),
+    Fault("reward_fails", ("reward_code_fails",), {"reward.max_unscored_frac": 1.0}, rewards=failing_reward, steps=15),
+    Fault("reward_slow", ("reward_slow",), rewards=slow_reward, steps=15),
+    Fault("reward_leaks", ("memory_leak",), SMALL, rewards=leaking_reward, steps=80),
     Fault("reward_outlier", ("reward_outlier",), {"algorithm.credit": "group_mean"},
-          rewards=lambda: outlier_reward(1000.0, 500), steps=45),
+          rewards=lambda: outlier_reward(1000.0, 350), steps=30),
     Fault("reward_overflows", ("batch_not_finite",), {"algorithm.credit": "group_mean"},
-          rewards=lambda: outlier_reward(3e38, 500), steps=45),
-    Fault("data_easy", ("prompts_too_easy",), train=ECHO, eval=ECHO[::5], steps=30),
-    Fault("data_hard", ("prompts_too_hard",), train=HARD, steps=30),
-    Fault("data_duplicated", ("data_duplicated",), train=SUMS[:4] * 20, steps=30),
-    Fault("answers_leak", ("answers_leak",), train=LEAKED, steps=50),
-    Fault("no_end_token", ("no_end_token",), planted=without_end_token, steps=30),
-    Fault("limit_too_low", ("limit_too_low",), {"rollout.max_response_tokens": 2}, steps=30),
-    Fault("clip_zero", ("clip_range_too_narrow",),
-          {"algorithm.clip_low": 0.0, "algorithm.clip_high": 0.0, "train.samples_per_optimizer_step": 32}, steps=30),
-    Fault("many_passes", ("too_many_steps_per_batch",),
-          {"train.passes_per_batch": 8, "train.samples_per_optimizer_step": 16}, steps=30),
-    Fault("entropy_bonus", ("entropy_bonus_too_large",), {"algorithm.entropy_coef": 0.5}),
-    Fault("weight_decay", ("weight_decay_too_large",), {"train.optimizer.weight_decay": 30.0}, steps=60),
-    Fault("temperature_low", ("temperature_too_low",), {"rollout.temperature": 0.2}, steps=40),
-    Fault("groups_of_two", ("group_too_small",), {"rollout.group_size": 2}, steps=60),
-    Fault("critic_lr_x100", ("critic_learning_rate_too_high",), PPO | {LR_CRITIC: 0.3}, steps=30),
-    Fault("reward_x1000", ("reward_scale",), PPO, rewards=of_samples(lambda s, g: 1000 * right(s, g)), steps=30),
-    Fault("template_wrong", ("prompts_unlike_training",), {"data.template": "=={prompt}"}, steps=30),
-    Fault("tokenizer_other", ("prompts_unlike_training",), planted=other_tokenizer, steps=30),
-    Fault("service_dies", ("reward_service_fails",), planted=dying_service, steps=30),
+          rewards=lambda: outlier_reward(3e38, 350), steps=30),
+    Fault("data_easy", ("prompts_too_easy",), train=easy_rows, eval=lambda: easy_rows()[::20], steps=15),
+    Fault("data_hard", ("prompts_too_hard",), train=hard_rows, steps=15),
+    Fault("data_duplicated", ("data_duplicated",), train=lambda: train_rows()[:4] * 100, steps=15),
+    Fault("answers_leak", ("answers_leak",), train=lambda: leaked(train_rows())),
+    Fault("no_end_token", ("no_end_token",), planted=without_end_token, steps=15),
+    Fault("prompt_has_answer", ("prompt_ends_the_response",), {"data.template": "{prompt}{answer}"}, steps=15),
+    Fault("limit_too_low", ("limit_too_low",), {"rollout.max_response_tokens": 3}, steps=15),
+    Fault("clip_zero", ("clip_range_too_narrow",), steps=25,
+          settings={"algorithm.clip_low": 0.0, "algorithm.clip_high": 0.0, "train.samples_per_optimizer_step": 64}),
+    Fault("many_passes", ("too_many_steps_per_batch",), steps=25,
+          settings={"train.passes_per_batch": 8, "train.samples_per_optimizer_step": 16, **SMALL}),
+    Fault("entropy_bonus", ("entropy_bonus_too_large",), {"algorithm.entropy_coef": 0.5}, steps=50),
+    Fault("weight_decay", ("weight_decay_too_large",), {"train.optimizer.weight_decay": 100.0}, steps=50),
+    Fault("temperature_low", ("temperature_too_low",), {"rollout.temperature": 0.2}, steps=20),
+    Fault("groups_of_two", ("group_too_small",), {"rollout.group_size": 2}),
+    Fault("critic_lr_x100", ("critic_learning_rate_too_high",), PPO | {LR_CRITIC: 0.1},
+          extends=("algorithm/ppo",), steps=20),
+    Fault("reward_x1000", ("reward_scale",), PPO, rewards=of_samples(lambda s, g: 1000 * right(s, g)),
+          extends=("algorithm/ppo",), steps=15),
+    Fault("template_wrong", ("prompts_unlike_training",), {"data.template": "=={prompt}"}, steps=15),
+    Fault("tokenizer_other", ("prompts_unlike_training",), planted=other_tokenizer, steps=15),
+    Fault("service_dies", ("reward_service_fails",), planted=dying_service, steps=15),
     Fault("one_replica_stale", ("one_engine_differs",),
           planted=lambda _: patch("hone.assemble.workers.local_workers", two_engines), steps=30),
-    Fault("disk_full", ("disk_full",), {"checkpoint.every": 2, "checkpoint.keep": 100}, planted=small_disk, steps=30),
-    Fault("disk_fills", ("disk_full",), planted=disk_that_fills),
+    Fault("disk_full", ("disk_full",), {"checkpoint.every": 2, "checkpoint.keep": 100}, planted=small_disk, steps=15),
+    Fault("disk_fills", ("disk_full",), SMALL, planted=disk_that_fills, steps=50),
 )  # fmt: skip

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from _doctor_faults import LR, PPO
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+from _doctor_faults import LR, LR_CRITIC, PPO
+from _doctor_sums import SUMS
+from _doctor_task import ARITHMETIC, Task
 
 
 @dataclass(frozen=True)
@@ -19,55 +18,60 @@ class Healthy:
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Dotted keys over those of its task."""
-    example: str | None = None
-    """A run file in examples/ that it extends; None: the base run of the faults."""
-    start: str | None = None
-    """The run before whose weights it starts from."""
+    of: Task | str = ARITHMETIC
+    """Its task, or a run file in examples/."""
     extends: tuple[str, ...] = ()
-    """Presets over the run file."""
-    steps: int | None = 200
+    """Presets over the task's."""
+    steps: int | None = 100
     """None: as the run file has it."""
+    is_start: bool = False
+    """It is the supervised start of its task, from which the task's other runs begin."""
 
 
-GENTLE = {LR: 3e-4}
-"""Of healthy runs of sums: at the faults' rate the reward moves up and down."""
+def start_name(task: str) -> str:
+    return f"{task}: supervised start"
 
 
-def on_quickstart(name: str, algorithm: str, steps: int = 100, **settings: Any) -> Healthy:
-    """RL on the quickstart's task, from weights that it is right with in part."""
-    smaller = {"stages": ["rl"], "rollout.group_size": 16, "eval.every": 50}
-    named = {key.replace("__", "."): value for key, value in settings.items()}
-    return Healthy(name, smaller | named, "quickstart/run.yaml", "quickstart sft", (f"algorithm/{algorithm}",), steps)
+def sums(name: str, algorithm: str = "grpo", settings: Mapping[str, Any] | None = None) -> Healthy:
+    """At 3e-4: at the task's own rate the reward moves up and down."""
+    return Healthy(f"sums: {name}", {LR: 3e-4} | dict(settings or {}), SUMS, (f"algorithm/{algorithm}",), 200)
+
+
+def quickstart(name: str, algorithm: str = "grpo", settings: Mapping[str, Any] | None = None) -> Healthy:
+    return Healthy(f"quickstart: {name}", settings or {}, extends=(f"algorithm/{algorithm}",))
 
 
 HEALTHY = (
-    Healthy("sums: grpo"),
-    Healthy("sums: dr_grpo", extends=("algorithm/dr_grpo",)),
-    Healthy("sums: rloo", extends=("algorithm/rloo",)),
-    Healthy("sums: reinforce_pp", extends=("algorithm/reinforce_pp",)),
-    Healthy("sums: gspo, 2 steps", {"train.samples_per_optimizer_step": 64}, extends=("algorithm/gspo",)),
-    Healthy("sums: dapo", extends=("algorithm/dapo",)),
-    Healthy("sums: ppo", PPO),
-    Healthy("sums: grpo with KL", {"algorithm.kl_loss_coef": 0.02}),
-    Healthy("sums: overlapped", {"rollout.max_staleness": 1}),
-    Healthy(
-        "sums: two components",
-        {
+    Healthy(start_name("sums"), of=SUMS, is_start=True),
+    sums("grpo"),
+    sums("dr_grpo", "dr_grpo"),
+    sums("rloo", "rloo"),
+    sums("reinforce_pp", "reinforce_pp"),
+    sums("gspo, 2 steps", "gspo", {"train.samples_per_optimizer_step": 64}),
+    sums("dapo", "dapo"),
+    sums("ppo", "ppo", PPO | {LR_CRITIC: 3e-3}),
+    sums("grpo with KL", settings={"algorithm.kl_loss_coef": 0.02}),
+    sums("overlapped", settings={"rollout.max_staleness": 1}),
+    sums(
+        "two components",
+        settings={
             "reward.components": [
                 {"use": "exact"},
                 {"use": "length", "weight": 0.1, "args": {"target_tokens": 3, "tolerance_tokens": 1}},
             ]
         },
     ),
-    Healthy("quickstart sft", {"stages": ["sft"], "sft.rows": "0:24000"}, "quickstart/run.yaml", steps=None),
-    on_quickstart("quickstart: grpo", "grpo"),
-    on_quickstart("quickstart: dr_grpo", "dr_grpo"),
-    on_quickstart("quickstart: rloo", "rloo"),
-    on_quickstart("quickstart: gspo, 2 steps", "gspo", train__samples_per_optimizer_step=256),
-    on_quickstart("quickstart: dapo", "dapo"),
-    on_quickstart("quickstart: ppo", "ppo", critic__warmup_updates=10, critic__optimizer__lr=1e-3),
-    on_quickstart("quickstart: adapter", "grpo", lora__rank=8, train__optimizer__lr=1e-3),
-    on_quickstart("quickstart: staleness 2", "grpo", rollout__max_staleness=2),
+    Healthy(start_name("quickstart"), is_start=True),
+    Healthy("quickstart: as the faults' base"),
+    quickstart("grpo"),
+    quickstart("dr_grpo", "dr_grpo"),
+    quickstart("rloo", "rloo"),
+    quickstart("gspo, 2 steps", "gspo", {"train.samples_per_optimizer_step": 128}),
+    quickstart("dapo", "dapo"),
+    quickstart("ppo", "ppo", PPO | {"critic.warmup_updates": 10}),
+    quickstart("grpo with KL", settings={"algorithm.kl_loss_coef": 0.02}),
+    quickstart("adapter", settings={"lora.rank": 8, LR: 1e-3}),
+    quickstart("staleness 2", settings={"rollout.max_staleness": 2}),
     Healthy("calculator: several turns", {"sft.epochs": 4}, "calculator/run.yaml", steps=40),
     Healthy("pictures", {"train.prompts_per_step": 32}, "pictures/run.yaml", steps=60),
     Healthy("poster", {"sft.epochs": 6}, "poster/run.yaml", steps=30),

@@ -1,6 +1,6 @@
 """Faults planted in a small run, and whether `hone doctor` names them; alarms of healthy runs.
 
-    python benchmarks/doctor.py --keep runs/doctor             # all: 45 faults x 3 seeds, 24 healthy runs; an hour
+    python benchmarks/doctor.py --keep runs/doctor             # all: 48 faults x 3 seeds and healthy runs; two hours
     python benchmarks/doctor.py --seeds 1 --only clip_zero,kl_huge
     python benchmarks/doctor.py --keep runs/doctor --table     # the tables of the runs that are there
     python benchmarks/doctor.py --keep runs/doctor --table --write docs/doctor.md
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import re
 import shutil
 import tempfile
@@ -24,8 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _doctor_faults import CHARACTERS, EASY, ECHO, FAULTS, LEAKED, MODEL, QUIET, SUMS, Fault, Rows, base
-from _doctor_healthy import EXAMPLES, GENTLE, HEALTHY, Healthy
+from _doctor_faults import FAULTS, Fault
+from _doctor_healthy import HEALTHY, Healthy, start_name
+from _doctor_task import ARITHMETIC, EXAMPLES, QUIET, Task, write_rows
 
 import hone
 from hone.doctor.watch import Alarm, by_importance
@@ -45,10 +45,6 @@ def nested(flat: Mapping[str, Any], into: dict[str, Any]) -> dict[str, Any]:
             place = place.setdefault(section, {})
         place[last] = value
     return into
-
-
-def write_rows(path: Path, rows: Rows) -> None:
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
 
 
 # ---- runs
@@ -77,21 +73,13 @@ def begun(folder: Path) -> Iterator[None]:
     print(f"{time.strftime('%H:%M:%S')} {folder.name}: {seconds}", flush=True)
 
 
-def supervised_start(folder: Path, seed: int) -> Path:
-    """Weights that add small numbers in part, and copy a number or an answer that stands in the prompt."""
+def supervised_start(folder: Path, task: Task, seed: int) -> Path:
+    """Weights of the task's supervised stage, which are right in part."""
     if not is_done(folder):
-        settings = base(folder, folder, seed) | {
-            "stages": ["sft"],
-            "model": {"characters": CHARACTERS, "init": MODEL},
-            "sft": {
-                "epochs": 6,
-                "rows_per_step": 64,
-                "optimizer": {"lr": 5e-3, "schedule": "cosine", "warmup_steps": 10},
-            },
-        }
-        del settings["data"]["eval"], settings["eval"]
+        settings = task.settings(folder, seed) | {"stages": ["sft"]}
         with begun(folder):
-            write_rows(folder / "train.jsonl", EASY * 12 + SUMS * 4 + LEAKED * 6 + ECHO * 12)
+            write_rows(folder / "train.jsonl", task.supervised())
+            write_rows(folder / "eval.jsonl", task.eval())
             hone.train(settings)
     return folder / "run" / "hf"
 
@@ -100,16 +88,15 @@ def train_faulty(work: Path, fault: Fault, seed: int) -> None:
     folder = work / f"{fault.name}-{seed}"
     if is_done(folder):
         return
-    start = supervised_start(work / f"start-{seed}", seed)
-    settings = base(folder, start, seed)
+    start = supervised_start(work / f"start-{seed}", ARITHMETIC, seed)
+    settings = ARITHMETIC.base(folder, start, seed)
     settings["run"]["steps"] = fault.steps
+    settings["extends"] += fault.extends
     nested(fault.settings, settings)
     rewards = fault.rewards() if fault.rewards else None
-    if rewards:
-        del settings["reward"]["components"]
     with begun(folder):
-        write_rows(folder / "train.jsonl", fault.train or SUMS)
-        write_rows(folder / "eval.jsonl", fault.eval or SUMS[::5])
+        write_rows(folder / "train.jsonl", fault.train())
+        write_rows(folder / "eval.jsonl", fault.eval())
         with fault.planted(folder) as more:
             hone.train(nested(more if isinstance(more, Mapping) else {}, settings), rewards=rewards)
     shutil.rmtree(folder / "run" / "hf", ignore_errors=True)
@@ -123,21 +110,21 @@ def train_healthy(work: Path, one: Healthy, seed: int = 7) -> None:
     folder = folder_of(work, one.name)
     if is_done(folder):
         return
-    if one.example is None:
-        settings = nested(GENTLE, base(folder, supervised_start(work / "start", seed), seed))
-        extends = one.extends
+    if isinstance(one.of, Task):
+        start = supervised_start(folder_of(work, start_name(one.name.partition(":")[0])), one.of, seed)
+        if one.is_start:
+            return
+        settings = one.of.base(folder, start, seed)
     else:
-        settings = {"seed": seed, "run": {"dir": "run", "threads": 1, "device": "cpu"}, "observe": QUIET}
-        extends = (str(EXAMPLES / one.example), *one.extends)
-    if one.start is not None:
-        settings["model"] = {"path": str(folder_of(work, one.start) / "run" / "hf"), "init": None, "characters": None}
+        run = {"dir": "run", "threads": 1, "device": "cpu"}
+        settings = {"extends": [str(EXAMPLES / one.of)], "seed": seed, "run": run, "observe": QUIET}
     if one.steps is not None:
         settings["run"]["steps"] = one.steps
-    if extends:
-        settings["extends"] = list(extends)
+    settings["extends"] += one.extends
     with begun(folder):
-        write_rows(folder / "train.jsonl", SUMS)
-        write_rows(folder / "eval.jsonl", SUMS[::5])
+        if isinstance(one.of, Task):
+            write_rows(folder / "train.jsonl", one.of.train())
+            write_rows(folder / "eval.jsonl", one.of.eval())
         hone.train(nested(one.settings, settings))
 
 

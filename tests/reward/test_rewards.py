@@ -141,6 +141,15 @@ def test_component_metrics(make_group):
     }
 
 
+def test_a_response_that_broke_the_scorer_is_no_fault_of_the_component(make_group):
+    """Of four samples one is lost and one earns the least score."""
+    scores = (Score(0.0, Fault.MODEL, "no JSON"), Score(1.0), LOST, Score(0.5))
+    metrics = component_metrics([make_group(*"xxxx").scored({"poster": scores}, (0.0, 1.0, None, 0.5))])
+    assert metrics["reward/poster_fault_frac"] == 0.25 and metrics["reward/poster_broken_response_frac"] == 0.25
+    whole = component_metrics([make_group("x", "x").scored({"poster": (Score(1.0), LOST)}, (1.0, None))])
+    assert "reward/poster_broken_response_frac" not in whole
+
+
 def test_component_metrics_without_a_single_score(make_group):
     assert component_metrics([lost_of(make_group, 2, 2)], {"judge": 1.0}) == {"reward/judge_fault_frac": 1.0}
     assert component_metrics([], {}) == {}

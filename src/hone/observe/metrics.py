@@ -138,7 +138,14 @@ METRICS: dict[str, Metric] = {
         "Share of the reward variance of the step due to the weighted component. Shares sum to 1; a negative one works "
         "against the others.",
     ),
-    "reward/<component>_fault_frac": Metric("fraction", "Samples for which the component had a fault."),
+    "reward/<component>_fault_frac": Metric(
+        "fraction", "Samples that the component could not score, by a fault of its own, of its service or of the data."
+    ),
+    "reward/<component>_broken_response_frac": Metric(
+        "fraction",
+        "Samples whose response broke the scorer, as one that cannot be parsed, and earned the least score; not logged "
+        "without any.",
+    ),
     "reward/<component>_not_applied_frac": Metric(
         "fraction", "Samples of prompts that the component does not apply to."
     ),

@@ -425,9 +425,12 @@ def component_metrics(groups: Sequence[Group], weights: Mapping[str, float] = Ma
 def _statistics(per_group: Sequence[Sequence[Score]]) -> dict[str, float]:
     values = [[score.value for score in scores if score.value is not None] for scores in per_group]
     flat = [value for group in values for value in group]
-    num_faults = sum(score.fault is not None for scores in per_group for score in scores)
+    lost = sum(score.fault is not None and score.value is None for scores in per_group for score in scores)
+    broken = sum(score.fault is not None and score.value is not None for scores in per_group for score in scores)
     num_samples = max(1, sum(map(len, per_group)))
-    found = {"fault_frac": num_faults / num_samples}
+    found = {"fault_frac": lost / num_samples}
+    if broken:
+        found["broken_response_frac"] = broken / num_samples
     if apart := sum(not score.applies for scores in per_group for score in scores):
         found["not_applied_frac"] = apart / num_samples
     if flat:
