@@ -11,7 +11,10 @@ from transformers import GenerationConfig
 from hone.model.load import init_model
 
 WITH_STATES = ["qwen3_5_text", "lfm2", "mamba2", "qwen3_next", "mamba", "olmo_hybrid", "falcon_h1", "bamba", "jamba"]
-WITH_STATES += ["granitemoehybrid"]
+WITH_STATES += ["granitemoehybrid", "nemotron_h"]
+CLAMPS = {"nemotron_h": {"time_step_min": 1e-6}}
+"""Transformers 5.19 clamps Nemotron-H's time steps from below in a forward pass and not in a decoding step, so that its
+own `generate` differs from its own forward pass by up to 0.003 nats with the default of 0.001."""
 STATEFUL = pytest.mark.parametrize(
     "architecture",
     WITH_STATES[:2] + [pytest.param(n, marks=pytest.mark.slow("builds many architectures")) for n in WITH_STATES[2:]],
@@ -21,7 +24,8 @@ STATEFUL = pytest.mark.parametrize(
 @STATEFUL
 def test_layers_with_states_sample_as_transformers_generates(architecture):
     """Prompts of several lengths in one wave, groups that fork from one prefill, rows that end at other times."""
-    model = init_model(keys_of(architecture), vocab_size=None, seed=0, dtype=torch.float32, device="cpu")
+    keys = keys_of(architecture) | CLAMPS.get(architecture, {})
+    model = init_model(keys, vocab_size=None, seed=0, dtype=torch.float32, device="cpu")
     prompts = random_prompts(4, longest=9)
     greedy = generate(model, [request(p, index=i, temperature=0.0, max_tokens=8) for i, p in enumerate(prompts)])
     hf: Any = reference_of(model)
