@@ -39,6 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(RUN) pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(RUN) pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(RUN) compileall -q src
 	@touch $@
 
 # vLLM wants versions of its own, so it has an environment of its own (2.5 GB; there is a build for x86-64 CPUs only).

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from hone.doctor.history import History
-from hone.doctor.rule import AlarmRule, Cause, above, grows, shrinks, spikes
+from hone.doctor.rule import AlarmRule, Cause, above, grows, spikes
 from hone.doctor.watch import AlarmWatch, by_importance, watch_lines
 
 CAUSE = Cause(name="because", what="it is so.", change="run.steps: 1", confirm="Look again.", reads=("run.steps",))
@@ -96,7 +96,6 @@ def test_each_member_of_a_family_is_looked_at_and_the_worst_is_named():
     [
         (grows("train/entropy", 2.0, mean=1), 2.1, True),
         (grows("train/entropy", 2.0, mean=1), 1.9, False),
-        (shrinks("train/entropy", 0.5, mean=1), 0.4, True),
         (spikes("train/entropy", 10), 10.5, True),
         (spikes("train/entropy", 10), 9.5, False),
     ],

@@ -119,11 +119,14 @@ def test_without_an_adapter_there_is_none_to_export(tmp_path, capsys):
     assert "stage rl trained every weight: there is no adapter" in capsys.readouterr().err
 
 
+MORE = pytest.mark.slow("one of the two settings that another case has together")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        ("rollout.max_staleness=1",),
-        ("run.precision=bfloat16",),
+        pytest.param(("rollout.max_staleness=1",), marks=MORE),
+        pytest.param(("run.precision=bfloat16",), marks=MORE),
         ("run.precision=bfloat16", "rollout.max_staleness=1"),
         ("model.implementation=transformers",),
         ("lora.targets=[q_proj,v_proj]", "train.activation_checkpointing=full"),

@@ -225,6 +225,7 @@ def test_moments_alone_may_wait_on_the_host(planned):
     assert "cluster.trainer.offload=" in tight.verdict.sentence
 
 
+@pytest.mark.slow("searches for a preset")
 def test_a_preset_changes_keys_of_the_section(planned):
     today, key = planned(*ON_EIGHT, "train.tokens_per_microbatch=4096"), "cluster.engines.tensor_parallel_size"
     assert key in [change.key for change in propose(today, "recommended").changes]

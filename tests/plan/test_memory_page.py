@@ -84,6 +84,7 @@ def test_the_example_of_a_peak_is_the_planners_and_the_traces():
     assert terms["logits"] == pytest.approx(27.8, abs=0.05)
 
 
+@pytest.mark.slow("plans and searches for presets")
 @pytest.mark.parametrize("line", re.findall(r"^hone plan .*$", PAGE, flags=re.M))
 def test_commands_run(line, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

@@ -40,6 +40,7 @@ def proposals(today):
     return {preset: propose(today, preset) for preset in SPEED}
 
 
+@pytest.mark.slow("searches for three presets")
 @pytest.mark.parametrize("preset", SPEED)
 def test_a_preset_fits_with_its_headroom_and_keeps_the_algorithm(today, proposals, preset):
     found = proposals[preset]
@@ -58,11 +59,13 @@ def test_the_lattice_has_no_key_of_the_algorithm(today):
     assert not {key for block in whole_run(today.inputs) for key in block} & set(ALGORITHM)
 
 
+@pytest.mark.slow("searches for three presets")
 def test_less_headroom_is_never_slower(proposals):
     seconds = [proposals[preset].plan.time.step_s for preset in ("safe", "recommended", "aggressive")]
     assert seconds[0] >= 0.99 * seconds[1] and seconds[1] >= 0.99 * seconds[2]
 
 
+@pytest.mark.slow("searches for three presets")
 def test_every_change_is_needed(proposals):
     """Undone alone, it breaks something, costs time or costs memory; and it says which."""
     found = proposals["recommended"]

@@ -105,6 +105,7 @@ LINEAR |= {"num_hidden_layers": 3, "linear_num_value_heads": 4, "linear_key_head
 NEMOTRON = {key: value for key, value in SHAPE.items() if key != "num_hidden_layers"}
 NEMOTRON |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 32}
 FALCON = {"mamba_n_heads": 6, "mamba_d_head": 24, "mamba_d_ssm": 144, "mamba_n_groups": 2, "mamba_d_state": 16}
+MORE = pytest.mark.slow("trains many small models")
 QUICK = ("lfm2", "qwen3_5_text", "mamba2")
 TRAINED = {
     "lfm2": {
@@ -143,15 +144,11 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full", 1])
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=MORE), "bfloat16"])
 @pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow("trains many small models"))
-        for name in TRAINED
-    ],
+    "checkpointing", ["selective", *(pytest.param(way, marks=MORE) for way in ("none", "full", 1))]
 )
+@pytest.mark.parametrize("family", [name if name in QUICK else pytest.param(name, marks=MORE) for name in TRAINED])
 def test_update_and_logprobs_take_what_is_planned(family, checkpointing, precision):
     keys = {"model_type": family, **TRAINED[family]}
     model, arch = init_model(keys, vocab_size=None, seed=0, dtype=torch.float32, device="cpu"), architecture_from(keys)

@@ -48,7 +48,7 @@ MORE = pytest.mark.slow("more of the same on two ranks")
         ),
         pytest.param(Case("kl_and_entropy", updates=2), id="reference", marks=MORE),
         pytest.param(Case(lora=True, updates=2), id="adapter", marks=MORE),
-        pytest.param(Case("kl_and_entropy", lora=True, precision="float32"), id="adapter and its base"),
+        pytest.param(Case("kl_and_entropy", lora=True, precision="float32"), id="adapter and its base", marks=MORE),
         pytest.param(Case("kl_and_entropy", updates=2, offload=("parameters", "reference")), id="offload", marks=MORE),
         pytest.param(Case(updates=3, offload=("optimizer",)), id="moments on the host"),
         pytest.param(Case(mesh={"shard": 1}, updates=2), id="replicas", marks=MORE),

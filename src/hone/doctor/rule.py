@@ -112,14 +112,6 @@ def grows(metric: str, factor: float, *, mean: int = 10) -> Condition:
     )
 
 
-def shrinks(metric: str, factor: float, *, mean: int = 10) -> Condition:
-    return Condition(
-        lambda h: any(h.mean(name, mean) < factor * h.base(name) for name in h.names(metric)),
-        f"below {factor:g} times its mean of steps 5 to 20",
-        (Limit(metric, low=factor, of_baseline=True),),
-    )
-
-
 def spikes(metric: str, factor: float) -> Condition:
     """The latest value is above a multiple of the median of the 50 before it."""
     return Condition(
