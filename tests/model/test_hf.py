@@ -40,13 +40,13 @@ def make(architecture) -> TransformersModel:
 
 
 WITH_STATES = ["qwen3_5_text", "lfm2", "mamba2", "qwen3_next", "mamba", "olmo_hybrid", "falcon_h1", "bamba", "jamba"]
-WITH_STATES += ["granitemoehybrid"]
+WITH_STATES += ["granitemoehybrid", "nemotron_h"]
 STATEFUL = [keys_of(model_type) for model_type in WITH_STATES]
 SOME = STATEFUL[:2] + [pytest.param(keys, marks=pytest.mark.slow("builds many architectures")) for keys in STATEFUL[2:]]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES + SOME, ids=lambda a: a["model_type"])
-def test_samples_equal_runs_on_their_own(architecture):
+def test_samples_and_gradients_equal_runs_on_their_own(architecture):
     model = make(architecture)
     layout = Layout.build(PROMPTS, PROMPT_S, RESPONSES)
     assert layout.expand_T is not None
@@ -58,7 +58,17 @@ def test_samples_equal_runs_on_their_own(architecture):
         logits = model.hf(torch.tensor([PROMPTS[prompt] + response])).logits[0].log_softmax(-1)
         at = range(len(PROMPTS[prompt]) - 1, len(PROMPTS[prompt]) + len(response) - 1)
         expected += [logits[i, token] for i, token in zip(at, response, strict=True)]
-    torch.testing.assert_close(logprob[layout.expand_T], torch.stack(expected), atol=1e-5, rtol=0)
+    ours, theirs = logprob[layout.expand_T], torch.stack(expected)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    credit = torch.linspace(-1, 1, len(ours))
+    weights = dict(model.hf.named_parameters())
+    found, wanted = (
+        torch.autograd.grad((credit * one).sum(), list(weights.values()), materialize_grads=True)
+        for one in (ours, theirs)
+    )
+    for name, our_gradient, their_gradient in zip(weights, found, wanted, strict=True):
+        bound = 5e-5 * float(their_gradient.abs().max()) + 1e-7  # rounding in float32, of the largest
+        torch.testing.assert_close(our_gradient, their_gradient, atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a["model_type"])
