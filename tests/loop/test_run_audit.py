@@ -183,7 +183,11 @@ def test_permits_returned_before_publishing_are_caught(monkeypatch):
     assert rules == {"permits", "stale"}
 
 
-@pytest.mark.parametrize("overrides", [[], ["rollout.max_staleness=1"]], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param([], marks=pytest.mark.slow("a run more")), ["rollout.max_staleness=1"]],
+    ids=["synchronous", "asynchronous"],
+)
 def test_it_holds_on_a_real_run_that_is_gone_on_with(tmp_path, overrides):
     run_file = str(write_run(tmp_path, steps=4))
     assert main(["train", run_file, *overrides]) == 0

@@ -217,6 +217,7 @@ def test_a_fault_that_stays_masks_and_counts(train, name):
     assert_masked(groups, CAUSE[name])
 
 
+@pytest.mark.slow("reads 100 MB")
 def test_an_answer_of_100_mb_that_stays_is_cut_off_and_masked(train):
     """Of each answer no more is read than may be: the others of its bytes are never sent."""
     for deadline_s in (2.0, 8.0):  # on a busy machine the first may be over before a second try

@@ -268,6 +268,7 @@ def test_a_group_is_judged_in_a_new_order_in_each_vote_and_put_back(make_group):
     assert all(sorted(shown(body)) == texts for body in asked)
 
 
+@pytest.mark.slow("asks a judge many times")
 def test_who_stands_first_gains_little_when_orders_are_shuffled(make_group):
     """A judge that gives the first answer 10 and the rest 1, whatever they are: means come together."""
 

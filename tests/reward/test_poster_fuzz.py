@@ -59,25 +59,25 @@ def check(response: str, truth: dict = GROUND_TRUTH, **args: object) -> None:
         assert 0.0 <= value <= 1.0 or name in ("num_layers", "malformed_layers"), name
 
 
-@examples(80)
+@examples(40)
 @given(st.lists(st.one_of(LAYERS, USABLE, ANYTHING), max_size=12))
 def test_any_layers(layers):
     check(json.dumps({"layers": layers}))
 
 
-@examples(60)
+@examples(30)
 @given(st.lists(USABLE, min_size=1, max_size=12))
 def test_any_layers_as_python_would_write_them(layers):
     check(json.dumps({"layers": layers}, allow_nan=True, ensure_ascii=False).replace("1e+300", "1e999"))
 
 
-@examples(100)
+@examples(50)
 @given(st.one_of(st.text(), st.text('{}[]":,layers 01\\', max_size=80), ANYTHING.map(str)))
 def test_any_text(text):
     check(text)
 
 
-@examples(60)
+@examples(30)
 @given(st.data())
 def test_a_damaged_poster(data):
     whole = json.dumps(GROUND_TRUTH)

@@ -331,6 +331,7 @@ def test_a_schema_may_refer_to_itself_and_fetches_nothing(tmp_path):
     assert away.fault is Fault.DATA and "refers to what is not in it" in away.detail
 
 
+@pytest.mark.slow("computes until its limit")
 def test_what_backtracks_without_end_costs_its_response_the_minimum(make_rewards):
     async def run():
         component = {"use": "regex", "args": {"pattern": "(a+)+b"}, "timeout_s": 1.0}

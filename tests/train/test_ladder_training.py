@@ -114,7 +114,14 @@ def state_of(learner):
 @pytest.mark.parametrize(
     "points", [3, pytest.param(40, marks=pytest.mark.slow("an update for each failing allocation"))]
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "policy and critic",
+        "reward model",
+        pytest.param("policy with reference", marks=pytest.mark.slow("an update for each failing allocation")),
+    ],
+)
 def test_a_failure_at_any_allocation_leaves_the_same_weights(kind, points):
     """`points` allocations, spread evenly over all of them, fail one at a time."""
     make, train = KINDS[kind]
