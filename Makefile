@@ -6,8 +6,8 @@ PYTHON  ?= $(shell for p in $(PYTHONS); do $$p $(IS_OURS) 2>/dev/null && echo $$
 VENV   := .venv
 LIGHT  := pydantic ruamel.yaml rapidfuzz typer rich psutil numpy packaging
 SEED   := $(or $(SEED),$(shell date +%s))
-# One more than there are cores, up to 4: a quarter of the tests' time is waiting for processes and services.
-WORKERS := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
+# Two more than there are cores, up to 4: a quarter of the tests' time is waiting for processes and services.
+WORKERS := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 ORDERS ?= 2 4 1
 STAMP  := $(VENV)/.installed
 RUN    := $(VENV)/bin/python -m
