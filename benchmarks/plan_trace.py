@@ -24,8 +24,8 @@ from typing import Literal
 from hone.assemble.trace import trace_plan
 from hone.config.load import load_config
 from hone.plan.activations import Pass
-from hone.plan.architecture import architecture_from
 from hone.plan.cluster import Trained, update_moments
+from hone.plan.families import architecture_from
 from hone.plan.hardware import find_hardware
 from hone.plan.planner import plan
 from hone.plan.presets import named_config

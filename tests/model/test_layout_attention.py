@@ -15,7 +15,7 @@ from hone.model.layout import Layout
 from hone.model.load import init_model
 from hone.model.logprobs import token_logprobs
 from hone.model.lora import add_adapter
-from hone.plan.architecture import FAMILIES, architecture_from
+from hone.plan.families import FAMILIES, architecture_from
 from hone.plan.states import LAYER_KINDS
 
 PROMPTS = [[5, 6, 7], list(range(20)), [9]]

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hone.errors import DataError
-from hone.plan.architecture import architecture_from
+from hone.plan.families import architecture_from
 from hone.plan.presets import MODELS, known_architecture, known_models
 
 PARAMETERS = {

@@ -21,7 +21,7 @@ from hone.model.layout import BLOCK_SCORES, QUERY_ROWS, round_size
 from hone.model.load import init_model
 from hone.plan import activations, kv_cache, local, presets
 from hone.plan.activations import Pass
-from hone.plan.architecture import architecture_from
+from hone.plan.families import architecture_from
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.train.roles import Roles

@@ -18,7 +18,8 @@ from hone.model.load import init_model
 from hone.model.lora import add_adapter
 from hone.plan import local
 from hone.plan.activations import Pass, kept_by_layers
-from hone.plan.architecture import adapter_parameters, architecture_from
+from hone.plan.architecture import adapter_parameters
+from hone.plan.families import architecture_from
 from hone.plan.kv_cache import CacheRoom, most_within
 from hone.plan.states import LAYER_KINDS
 from hone.rollout.local import make_stepper

@@ -20,8 +20,8 @@ from hone.model import vision
 from hone.model.recompute import contexts
 from hone.model.towers import TOWERS as TOWER_CLASSES
 from hone.plan import local, towers
-from hone.plan.architecture import architecture_from
 from hone.plan.engine import EnginePlan, EngineSettings
+from hone.plan.families import architecture_from
 from hone.plan.hardware import find_hardware
 from hone.plan.planner import plan
 

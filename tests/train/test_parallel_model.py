@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from hone.errors import DataError
 from hone.model.parallel import refuse_indivisible
 from hone.plan.activations import Pass, saved_per_token
-from hone.plan.architecture import architecture_from
+from hone.plan.families import architecture_from
 
 LONG = ((tuple(range(50)) * 6,), (0, 0), (tuple(range(60)) * 2, tuple(range(20, 60)) * 3))
 

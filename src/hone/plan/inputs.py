@@ -13,7 +13,8 @@ from hone.config.section import Section
 from hone.config.topology import Topology, judge_services, judges_pool, topology_of
 from hone.plan import activations
 from hone.plan.activations import Implementation, Pass
-from hone.plan.architecture import Architecture, architecture_from
+from hone.plan.architecture import Architecture
+from hone.plan.families import architecture_from
 from hone.plan.hardware import Hardware
 from hone.plan.kv_cache import CacheRoom, cache_room
 from hone.plan.local import ScoringModel

@@ -17,7 +17,8 @@ from hone.config.derived import overridden
 from hone.config.messages import nearest
 from hone.config.run import ModelSection
 from hone.errors import DataError
-from hone.plan.architecture import Architecture, architecture_from
+from hone.plan.architecture import Architecture
+from hone.plan.families import architecture_from
 
 MODELS = Path(__file__).parent / "models"
 VARIANTS = ("-instruct", "-base", "-chat", "-it", "-hf", "-thinking", "-instruct-2507", "-thinking-2507")

@@ -23,7 +23,8 @@ from hone.model.decoder import Decoder
 from hone.model.hf import TransformersModel
 from hone.model.load import weights_fingerprint
 from hone.model.routing import no_experts
-from hone.plan.architecture import Architecture, architecture_from
+from hone.plan.architecture import Architecture
+from hone.plan.families import architecture_from
 from hone.plan.kv_cache import CacheRoom, most_within
 from hone.rollout.decoding import PREFILL_TOKENS, DecoderStepper
 from hone.rollout.engine import CacheUse, OnSample, OnToken, Request

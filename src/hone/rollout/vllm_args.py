@@ -15,8 +15,8 @@ from packaging.specifiers import SpecifierSet
 from hone.config.engine import LEAST_TEMPERATURE, POLICY_GPU_FRAC, VLLM_SEES, EngineSection, vllm_rank
 from hone.config.run import LoraSection
 from hone.errors import EngineError
-from hone.plan.architecture import architecture_from
 from hone.plan.engine import refuse_states
+from hone.plan.families import architecture_from
 
 if TYPE_CHECKING:
     from hone.rollout.engine import Sampling
