@@ -115,14 +115,14 @@ def test_a_row_that_cannot_be_read_in_time_is_a_fault_of_the_data(score_all, mak
 
 
 def test_a_row_that_its_judge_does_not_survive_blames_nobody(score_all, make_group, tmp_path):
-    (group,) = score_all(make_group("a", "bb", answer="crash"))
+    (group,) = score_all(make_group("a", "bb", answer="crash"), timeout_s=10)
     assert [score.fault for score in group.scores["judge"]] == [Fault.INFRA] * 2
     assert group.scores["judge"][0].detail == "with the row, its process was killed by SIGSEGV, twice"
     assert len(pids(tmp_path, "row")) == 2
 
 
 def test_a_response_that_crashes_its_judge_twice_is_to_blame(score_all, make_group, tmp_path):
-    (group,) = score_all(make_group("a", "crash", "bb"))
+    (group,) = score_all(make_group("a", "crash", "bb"), timeout_s=10)
     assert group.rewards == (0.01, -1.0, 0.02)
     assert group.scores["judge"][1].detail == "its process was killed by SIGSEGV, twice"
     assert len(set(pids(tmp_path, "crash"))) == 2
