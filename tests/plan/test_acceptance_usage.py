@@ -10,7 +10,7 @@ from torch._C._autograd import DeviceType
 
 from hone.tools.acceptance import decoding, trainers, usage
 from hone.tools.acceptance.decoding import DrawnSteps
-from hone.tools.acceptance.modes import Way, beside_first, beside_torch
+from hone.tools.acceptance.modes import BESIDE_FIRST, BESIDE_TORCH, Way, beside
 from hone.tools.acceptance.numbers import UpdateOutcome, errors_of, layout_shapes
 from hone.tools.acceptance.runs import digest, is_in_order
 from hone.tools.acceptance.setting import PartSetting, UpdateFigures, laid_out
@@ -171,11 +171,13 @@ def way(seconds, peak, logprob=0.0, norm=1.0):
 
 def test_ways_are_compared_in_time_memory_and_numbers():
     first, other = way(2.0, 100), way(2.5, 60, logprob=0.5, norm=1.5)
-    assert by_name(beside_first(other, first, "")) == {
+    assert by_name(beside(other, first, BESIDE_FIRST, "")) == {
         "mode_time_ratio": 1.25,
         "mode_memory_ratio": 0.6,
         "mode_logprob_difference": 0.5,
         "mode_grad_difference": 0.5,
     }
-    assert by_name(beside_torch(other, first, ""))["mode_kernels_ratio"] == 1.25
-    assert not [*beside_first(first, first, ""), *beside_torch(first, first, "")], "nothing is compared with itself"
+    assert by_name(beside(other, first, BESIDE_TORCH, ""))["mode_kernels_ratio"] == 1.25
+    for names in (BESIDE_FIRST, BESIDE_TORCH):
+        assert not [*beside(first, first, names, "")], "nothing is compared with itself"
+    )

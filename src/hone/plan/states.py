@@ -160,18 +160,19 @@ def _delta_rule(number: Callable[[str], int], *, is_fused: bool) -> StateLayer:
     )
 
 
+MAMBA_2 = {
+    "heads": "num_heads",
+    "head_dim": "head_dim",
+    "state": "state_size",
+    "groups": "n_groups",
+    "kernel": "conv_kernel",
+    "chunk": "chunk_size",
+    "convolution's bias": "use_conv_bias",
+    "in_proj's bias": "use_bias",
+    "out_proj's bias": "use_bias",
+}
 STATE_SPACES: dict[str, dict[str, str]] = {
-    "mamba2": {
-        "heads": "num_heads",
-        "head_dim": "head_dim",
-        "state": "state_size",
-        "groups": "n_groups",
-        "kernel": "conv_kernel",
-        "chunk": "chunk_size",
-        "convolution's bias": "use_conv_bias",
-        "in_proj's bias": "use_bias",
-        "out_proj's bias": "use_bias",
-    },
+    "mamba2": MAMBA_2,
     "falcon_h1": {
         "heads": "mamba_n_heads",
         "head_dim": "mamba_d_head",
@@ -184,15 +185,10 @@ STATE_SPACES: dict[str, dict[str, str]] = {
         "out_proj's bias": "projectors_bias",
     },
     "nemotron_h": {
+        **MAMBA_2,
         "heads": "mamba_num_heads",
         "head_dim": "mamba_head_dim",
         "state": "ssm_state_size",
-        "groups": "n_groups",
-        "kernel": "conv_kernel",
-        "chunk": "chunk_size",
-        "convolution's bias": "use_conv_bias",
-        "in_proj's bias": "use_bias",
-        "out_proj's bias": "use_bias",
     },
 }
 """Keys of config.json that have the shape of a family's state spaces."""

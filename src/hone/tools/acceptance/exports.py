@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -12,19 +11,16 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from hone.assemble.job import set_up_arithmetic
-from hone.config.run import RunSection
 from hone.devices import devices_here, give_back_memory, module_of
 from hone.memory.gauges import GIB
 from hone.model.load import init_model
-from hone.runtime.processes import end_with
 from hone.tools.acceptance.figures import Figure
-from hone.tools.acceptance.setting import NO_ACCELERATOR, TINY, PartSetting, make_trainer, shape_of
+from hone.tools.acceptance.setting import NO_ACCELERATOR, TINY, PartSetting, among_ranks, make_trainer, shape_of
 from hone.train.fsdp import FsdpRanks
-from hone.train.mesh import make_mesh, process_group
+from hone.train.mesh import make_mesh
 from hone.train.ranks import ALONE, Ranks
 
-MOST_RANKS, TIMEOUT_S = 2, 120.0
+MOST_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +56,7 @@ def figures_of(setting: PartSetting, found: Written, case: str) -> Iterator[Figu
 
 def write_rank(rank: int, setting: PartSetting, ranks: int, folder: Path) -> None:
     """One of the processes that have the weights together; the first leaves what it measured."""
-    end_with(os.getppid())
-    kind = setting.device.type
-    set_up_arithmetic(RunSection.model_validate({"device": kind}), processes=ranks)
-    device = torch.device(kind, rank) if setting.is_gpu else torch.device(kind)
-    address = f"file://{folder / 'meet'}"
-    with process_group(device, rank=rank, world_size=ranks, address=address, timeout_s=TIMEOUT_S):
+    with among_ranks(setting, rank, ranks, folder) as device:
         found = written(setting, device, FsdpRanks(make_mesh(device)), is_first=rank == 0)
     if rank == 0:
         torch.save(asdict(found), folder / "written.pt")

@@ -25,6 +25,10 @@ from hone.tools.acceptance.setting import (
 KERNELS = ("torch's kernels", "compiled kernels")
 WORK = (("0.6b", 2048), ("0.6b", 16384), ("1.7b", 2048), ("4b", 2048))
 """Sizes and lengths: what fits, with one microbatch each."""
+BESIDE_FIRST = ("mode_time_ratio", "mode_memory_ratio", "mode_logprob_difference", "mode_grad_difference")
+"""Against the first mode that fits with the same kernels: it stores most."""
+BESIDE_TORCH = ("mode_kernels_ratio", "mode_kernels_memory", "kernels_logprob_difference", "kernels_grad_difference")
+"""Compiled kernels against torch's own in the same mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,8 @@ def modes_of(setting: PartSetting, size: str, length: int, dtype: str) -> Iterat
                 yield from cost_of(setting, work, way, case)
                 if kernels == KERNELS[1] and setting.is_gpu:
                     yield work.peak_over_plan("modes", mode, case, way.peak_bytes)
-                yield from beside_first(way, ways[kernels, work.fitting[0]], case)
-                yield from beside_torch(way, ways[KERNELS[0], mode], case)
+                yield from beside(way, ways[kernels, work.fitting[0]], BESIDE_FIRST, case)
+                yield from beside(way, ways[KERNELS[0], mode], BESIDE_TORCH, case)
         finally:
             use_fused_kernels(None)
 
@@ -97,28 +101,14 @@ def cost_of(setting: PartSetting, work: PlannedUpdate, way: Way, case: str) -> I
         yield Figure("modes", "mode_peak_gib", way.peak_bytes / GIB, case)
 
 
-def beside_first(way: Way, first: Way, case: str) -> Iterator[Figure]:
-    """Against the first mode that fits with the same kernels: it stores most."""
-    if way is first:
+def beside(way: Way, other: Way, names: tuple[str, str, str, str], case: str) -> Iterator[Figure]:
+    """Time, memory, logprobs and gradient against another way's, under these names of figures."""
+    if way is other:
         return
-    yield Figure("modes", "mode_time_ratio", way.figures.seconds / first.figures.seconds, case)
-    if first.peak_bytes:
-        yield Figure("modes", "mode_memory_ratio", way.peak_bytes / first.peak_bytes, case)
-    yield Figure("modes", "mode_logprob_difference", difference(way, first), case)
-    yield Figure("modes", "mode_grad_difference", abs(way.figures.grad_norm / first.figures.grad_norm - 1), case)
-
-
-def beside_torch(way: Way, plain: Way, case: str) -> Iterator[Figure]:
-    """Compiled kernels against torch's own in the same mode."""
-    if way is plain:
-        return
-    yield Figure("modes", "mode_kernels_ratio", way.figures.seconds / plain.figures.seconds, case)
-    if plain.peak_bytes:
-        yield Figure("modes", "mode_kernels_memory", way.peak_bytes / plain.peak_bytes, case)
-    yield Figure("modes", "kernels_logprob_difference", difference(way, plain), case)
-    yield Figure("modes", "kernels_grad_difference", abs(way.figures.grad_norm / plain.figures.grad_norm - 1), case)
-
-
-def difference(way: Way, other: Way) -> float:
-    """Mean difference of logprobs."""
-    return float((way.figures.logprobs_T - other.figures.logprobs_T).abs().mean())
+    time_ratio, memory_ratio, logprob_difference, grad_difference = names
+    yield Figure("modes", time_ratio, way.figures.seconds / other.figures.seconds, case)
+    if other.peak_bytes:
+        yield Figure("modes", memory_ratio, way.peak_bytes / other.peak_bytes, case)
+    apart = float((way.figures.logprobs_T - other.figures.logprobs_T).abs().mean())
+    yield Figure("modes", logprob_difference, apart, case)
+    yield Figure("modes", grad_difference, abs(way.figures.grad_norm / other.figures.grad_norm - 1), case)

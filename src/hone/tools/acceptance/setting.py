@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,14 +15,17 @@ import torch
 from torch import Tensor
 
 from hone.algo.algorithm import Algorithm
+from hone.assemble.job import set_up_arithmetic
 from hone.config.algorithm import AlgorithmSection
-from hone.config.run import OptimizerSection
+from hone.config.run import OptimizerSection, RunSection
 from hone.devices import is_accelerator, synchronize
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.plan.presets import named_config
 from hone.rollout.engine import Request, Sampling
+from hone.runtime.processes import end_with
 from hone.train.learner import Passes
+from hone.train.mesh import process_group
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import ALONE, Ranks
 from hone.types import Batch, Prompt
@@ -50,6 +55,8 @@ SMALL = {
 }
 """Heads of 64, which vLLM has kernels for everywhere."""
 RUN_TIMEOUT_S = 420.0
+GROUP_TIMEOUT_S = 120.0
+"""Of one collective operation of ranks."""
 NO_ACCELERATOR = "here is no accelerator"
 
 
@@ -130,6 +137,18 @@ def make_trainer(
         deterministic=deterministic,
     )
     return PolicyTrainer(model, passes, optimizer=OptimizerSection(lr=1e-6), total_optimizer_steps=1000)
+
+
+@contextmanager
+def among_ranks(setting: PartSetting, rank: int, ranks: int, folder: Path) -> Iterator[torch.device]:
+    """In a process of `spawn`: the device of a rank, within the group of all that meet in `folder`."""
+    end_with(os.getppid())
+    kind = setting.device.type
+    set_up_arithmetic(RunSection.model_validate({"device": kind}), processes=ranks)
+    device = torch.device(kind, rank) if setting.is_gpu else torch.device(kind)
+    address = f"file://{folder / 'meet'}"
+    with process_group(device, rank=rank, world_size=ranks, address=address, timeout_s=GROUP_TIMEOUT_S):
+        yield device
 
 
 def make_algorithm() -> Algorithm:

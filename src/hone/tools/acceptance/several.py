@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,28 +10,26 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from hone.assemble.job import set_up_arithmetic
-from hone.config.run import RunSection
 from hone.devices import devices_here, give_back_memory
 from hone.model.load import init_model
-from hone.runtime.processes import end_with
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
     PROMPT,
     TINY,
     PartSetting,
     UpdateFigures,
+    among_ranks,
     make_trainer,
     measured_update,
     random_batch,
     shape_of,
 )
 from hone.train.fsdp import FsdpRanks
-from hone.train.mesh import make_mesh, process_group
+from hone.train.mesh import make_mesh
 from hone.train.ranks import ALONE, Ranks
 from hone.types import Batch
 
-RANKS, TIMEOUT_S = 2, 120.0
+RANKS = 2
 WAYS: Mapping[str, Mapping[str, int]] = {
     "FSDP2": {},
     "tensor parallel": {"tensor_parallel": RANKS},
@@ -67,12 +64,7 @@ def train_rank(
     rank: int, setting: PartSetting, shape: Mapping[str, Any], dtype: str, batch: Batch, way: str, folder: Path
 ) -> None:
     """One of the processes that train together; the first writes what it measured."""
-    end_with(os.getppid())
-    kind = setting.device.type
-    set_up_arithmetic(RunSection.model_validate({"device": kind}), processes=RANKS)
-    device = torch.device(kind, rank) if setting.is_gpu else torch.device(kind)
-    address = f"file://{folder / 'meet'}"
-    with process_group(device, rank=rank, world_size=RANKS, address=address, timeout_s=TIMEOUT_S):
+    with among_ranks(setting, rank, RANKS, folder) as device:
         found = trained(setting, shape, dtype, batch, device, FsdpRanks(make_mesh(device, **WAYS[way])))
     if rank == 0:
         figures = {name: getattr(found, name) for name in UpdateFigures.__slots__}
