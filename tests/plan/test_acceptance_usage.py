@@ -180,4 +180,3 @@ def test_ways_are_compared_in_time_memory_and_numbers():
     assert by_name(beside(other, first, BESIDE_TORCH, ""))["mode_kernels_ratio"] == 1.25
     for names in (BESIDE_FIRST, BESIDE_TORCH):
         assert not [*beside(first, first, names, "")], "nothing is compared with itself"
-    )
