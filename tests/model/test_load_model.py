@@ -242,6 +242,14 @@ def test_a_new_model_says_which_class_it_is():
     assert init_config({"model_type": "qwen3"}, vocab_size=12).architectures == ["Qwen3ForCausalLM"]
 
 
+def test_a_key_of_the_wrong_type_is_an_error_of_the_run_file_or_of_the_directory(tmp_path):
+    with pytest.raises(DataError, match=r"model.init: .*'hidden_size'"):
+        init_config({"model_type": "qwen3", "hidden_size": "wide"}, vocab_size=12)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": "wide"}))
+    with pytest.raises(DataError, match="'hidden_size'"):
+        load_model(tmp_path, **CPU_FLOAT32)
+
+
 @pytest.mark.parametrize("implementation", ["hone", "transformers"])
 def test_keys_of_the_config_are_replaced_and_exported(folder, tmp_path, implementation):
     override = {"max_position_embeddings": 128, "rope_parameters": {"rope_theta": 50.0}}

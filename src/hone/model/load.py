@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
@@ -123,7 +123,7 @@ def init_config(architecture: Mapping[str, Any], *, vocab_size: int | None) -> P
         keys |= {"vocab_size": vocab_size} if text is None else {"text_config": {**text, "vocab_size": vocab_size}}
     try:
         config = AutoConfig.for_model(model_type, **keys)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise DataError(f"model.init: {error}") from error
     named = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if has_tower(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.architectures is None and model_type in named:
@@ -273,7 +273,7 @@ def read_config(
         if unknown:
             raise DataError(f"model.override: {config.model_type} has no key {', '.join(unknown)} in its config.json.")
         return type(config).from_dict(overridden(keys, override))
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         raise DataError(f"{file}: {error}") from error
 
 
