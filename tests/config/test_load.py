@@ -331,7 +331,7 @@ def test_a_secret_is_refused_on_the_command_line_too(problems_of):
 def test_the_resolved_file_reads_back_to_the_same_values(load, folder):
     loaded = load(
         "run.steps=7", 'data.template=a: {prompt}\\n"\u2028\x85"#é', "rollout.stop=['\\n', '# ']",
-        "reward.components.0.args={x: [1e-9, null, {y: yes}]}", "train.optimizer.lr=1e-12",
+        "reward.components.0.args={x: [1e-9, null, {y: yes}, -.inf, '\"-Infinity']}", "train.optimizer.lr=1e-12",
     )  # fmt: skip
     resolved = folder / "resolved.yaml"
     resolved.write_text(loaded.as_yaml(), "utf-8")

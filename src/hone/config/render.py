@@ -13,6 +13,8 @@ from hone.config.yaml_tree import Where, scalar
 
 _COMMENT_COLUMN = 44
 _UNPRINTABLE = re.compile("[^\x20-\x7e\xa1-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+_STRING_OR_NOT_FINITE = re.compile(r'"(?:[^"\\]|\\.)*"|-?Infinity|NaN')
+_AS_YAML = {"Infinity": ".inf", "-Infinity": "-.inf", "NaN": ".nan"}
 _NEEDS_NO_QUOTES = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
 
 
@@ -67,6 +69,7 @@ def inline(value: Any) -> str:
     if isinstance(value, str) and _NEEDS_NO_QUOTES.fullmatch(value) and scalar(value) == value:
         return value
     text = json.dumps(value, ensure_ascii=False)
+    text = _STRING_OR_NOT_FINITE.sub(lambda found: _AS_YAML.get(found[0], found[0]), text)
     return _UNPRINTABLE.sub(lambda found: f"\\U{ord(found[0]):08x}", text)
 
 

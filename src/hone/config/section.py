@@ -17,7 +17,12 @@ class Section(BaseModel):
     """In lists of these sections: the key that an entry sets that is only text; "": there are no such entries."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # keys have no infinities, but what free mappings hold is kept
+        protected_namespaces=(),
     )
 
 
