@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.config.run import LoraSection
 from hone.model import kernels
-from hone.model.fused import swiglu
+from hone.model.fused import rms_norm, swiglu
 from hone.model.kernels import use_fused_kernels
 from hone.model.logprobs import PLAIN, LogitMap, token_logprobs
 from hone.model.lora import add_adapter
@@ -143,6 +143,20 @@ class TestCompiled:
         for groups in (1, 2, 4, 7):
             trainer.update(make_batch(make_groups(groups, num_groups=groups), algorithm), algorithm)
         assert counters["stats"]["unique_graphs"] == before
+
+    @pytest.mark.parametrize("order", [(8, 3), (3, 8)])
+    def test_few_and_many_rows_in_float32(self, fused, order):
+        """Sums over rows are split in another way on CPUs when there are many."""
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.rand(16, generator=generator).requires_grad_()
+        for thousands in order:
+            x = torch.randn(1000 * thousands, 16, generator=generator).requires_grad_()
+            computed = []
+            for device_type in (None, "cpu"):
+                fused(device_type)
+                y = rms_norm(x, weight, 1e-6)
+                computed.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, weight))))
+            torch.testing.assert_close(computed[1], computed[0], rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("entropy_grad", [False, True])
     def test_three_passes_over_a_chunk_of_logits(self, fused, entropy_grad):

@@ -22,7 +22,8 @@ OPTIONS: dict[str, Any] = {"deterministic": True}
 """Of torch.compile: no choice among kernels by timing them, which could round otherwise after a resumption."""
 USUAL_ROWS = 4096
 """What is compiled is made for so many rows, whatever came first: how a sum is split would depend on that otherwise,
-and a resumed run would round otherwise than one that was not interrupted."""
+and a resumed run would round otherwise than one that was not interrupted. Kernels for a CPU sum more rows than these in
+another way, so there are two of each: this number is the bound in torch's `CppKernel.need_use_acc_helper`."""
 MOST_VARIANTS = 64
 """Of one function, over shapes and types of all models of a process; torch's limit is 8."""
 
@@ -90,7 +91,8 @@ def _of_any_length(rows: Tensor | None) -> Tensor | None:
         return None
     rows = rows.detach()
     if len(rows) > 1:
-        torch._dynamo.mark_dynamic(rows, 0, hint_override=USUAL_ROWS)
+        is_many = rows.device.type == "cpu" and len(rows) > USUAL_ROWS
+        torch._dynamo.mark_dynamic(rows, 0, hint_override=2 * USUAL_ROWS if is_many else USUAL_ROWS)
     return rows
 
 
