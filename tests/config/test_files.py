@@ -77,7 +77,14 @@ def test_a_megatron_checkpoint_is_refused(folder, problems_of):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("empty.jsonl", b"\n \n"), ("torn.jsonl.gz", b"\x1f\x8b\x08"), ("text.parquet", b"no")]
+    ("name", "content"),
+    [
+        ("empty.jsonl", b"\n \n"),
+        ("torn.jsonl.gz", b"\x1f\x8b\x08"),
+        ("damaged.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 100),
+        ("text.parquet", b"no"),
+        ("wide.csv", b'prompt,"' + b"x" * 200_000 + b'"\n'),
+    ],
 )
 def test_a_file_that_cannot_be_read(folder, problems_of, name, content):
     (folder / name).write_bytes(content)

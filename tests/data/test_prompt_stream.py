@@ -88,7 +88,7 @@ def test_chat_takes_text_or_messages_and_puts_the_system_message_first(write_row
         ([], r"must be text or a list of \{role, content\} messages"),
         (3, r"got int; must be text or a list"),
         ([{"content": "x"}], r"message 1 is no \{role, content\} object"),
-        ([{"role": "user", "content": None}], "message 1 has NoneType as content"),
+        ([{"role": "user", "content": None}], "message 1 has no content; must be text or a list of parts"),
         ([{"role": "tool", "content": "x"}], "the chat template refuses it: no tools here"),
         ([USER, ASSISTANT], "the last message is the assistant's, .* Set data.last_turn=answer to take it off"),
     ],
@@ -97,6 +97,24 @@ def test_bad_messages_are_named(write_rows, load, model_directory, prompt, probl
     tokenizer = load_tokenizer(ModelSection(path="model"), model_directory.parent)
     with pytest.raises(DataError, match=f"rows.jsonl:1 prompt: .*{problem}"):
         load(write_rows({"prompt": prompt}), tokenizer=tokenizer, chat=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{% for _ in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_a_chat_template_that_raises_anything_is_a_problem_of_its_row(
+    write_rows, load, model_directory, template, problem
+):
+    tokenizer = load_tokenizer(ModelSection(path="model"), model_directory.parent)
+    tokenizer.hf.chat_template = template
+    with pytest.raises(DataError, match=f"rows.jsonl:1 prompt: the chat template refuses it: {problem}"):
+        load(write_rows({"prompt": "how many"}), tokenizer=tokenizer, chat=True)
 
 
 def test_the_last_turn_can_be_the_answer(write_rows, load, model_directory, tmp_path):

@@ -101,6 +101,35 @@ def test_a_torn_file_is_an_error_of_the_data(tmp_path, name):
         list(read_rows(name, tmp_path))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz"])
+def test_a_gzip_file_that_is_damaged_within_is_an_error_of_the_data(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b"")[:10] + b"\xff" * 100)  # a header, then no block of DEFLATE
+    with pytest.raises(DataError, match=f"{name}: cannot be read to its end: .*invalid block type"):
+        list(read_rows(name, tmp_path))
+
+
+def odd_table():
+    """Rows whose values Arrow holds and Python cannot, but for the last."""
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 3, pyarrow.array([b"\xff", b"b", b"c"]).buffers())
+    when = pyarrow.array([0, 10**12, 0], pyarrow.timestamp("s"))
+    return pyarrow.table({"q": text, "when": when})
+
+
+def test_a_value_of_a_parquet_file_that_python_cannot_hold_makes_its_row_a_bad_one(tmp_path):
+    pyarrow.parquet.write_table(odd_table(), tmp_path / "a.parquet")
+    first, second, third = read_rows("a.parquet", tmp_path)
+    assert first.where == "a.parquet row 1" and first.problem.startswith("column q cannot be read: 'utf-8' codec")
+    assert second == BadRow("a.parquet row 2", "column when cannot be read: date value out of range")
+    assert third.values["q"] == "c"
+
+
+def test_a_parquet_file_that_names_a_column_twice_is_refused(tmp_path):
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array(["c"])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, ["q", "a", "a"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet: names columns twice: a. Rename or remove one"):
+        list(read_rows("a.parquet", tmp_path))
+
+
 ARRAY = '[\n  {"x": 1},\n  {"x":\n    "ü"}, 7\n]\n'
 
 

@@ -13,12 +13,14 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import huggingface_hub
+import jinja2
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -34,6 +36,23 @@ Message = dict[str, Any]
 PAD, EOS = "<pad>", "<eos>"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """An unpaired surrogate: JSON can hold one, UTF-8 and tokenizers cannot."""
+
+
+class TemplateRefusal(Exception):
+    """A chat template cannot render some messages; says why."""
+
+
+@contextmanager
+def rendering() -> Iterator[None]:
+    """Raises TemplateRefusal for whatever a chat template raises inside: it is a program, and may not only refuse
+    messages, but add text to a number or count too far."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # boundary: a chat template may raise anything
+        what = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+        raise TemplateRefusal(f"the chat template refuses it: {what}") from error
 
 
 class Tokenizer:
@@ -132,6 +151,7 @@ class Tokenizer:
             template_args: further variables of the template, instead of its defaults.
         Raises:
             DataError: there is no template, or an argument has the name of one of Transformers' own.
+            TemplateRefusal: see there.
         """
         own = sorted(template_args.keys() & inspect.signature(self.hf.apply_chat_template).parameters.keys())
         if own:
@@ -141,7 +161,10 @@ class Tokenizer:
                 f"data.chat: the tokenizer of {self.hf.name_or_path or 'this model'} has no chat template. Use a plain "
                 "data.template, or a model whose tokenizer has one."
             )
-        text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **template_args)
+        with rendering():
+            text = self.hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **template_args
+            )
         assert isinstance(text, str)
         return text
 

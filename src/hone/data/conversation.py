@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-import jinja2
 from transformers import PreTrainedTokenizerFast
 
-from hone.data.chat import Message, alphabet_of, check_characters
+from hone.data.chat import Message, TemplateRefusal, alphabet_of, check_characters, rendering
 from hone.errors import DataError
 
 Form = Literal["chat", "text"]
@@ -76,11 +75,12 @@ class ConversationReader:
             repeats = list(answer[: len(messages)]) == messages
             messages = list(answer) if repeats else [*messages, *answer]
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=False, **self._clock
-            )
-        except jinja2.TemplateError as error:
-            raise UnreadableConversation(f"the chat template refuses it: {error}") from error
+            with rendering():
+                text = self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=False, **self._clock
+                )
+        except TemplateRefusal as error:
+            raise UnreadableConversation(str(error)) from error
         assert isinstance(text, str)
         return text
 

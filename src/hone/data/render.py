@@ -14,12 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 
 from hone.config.rules.files import flat
 from hone.config.run import DataSection
-from hone.data.chat import Message, Tokenizer
+from hone.data.chat import Message, TemplateRefusal, Tokenizer
 from hone.data.picture_processors import PictureProcessor
 from hone.data.pictures import BrokenPicture, source_of_picture
 from hone.errors import DataError
@@ -175,8 +174,8 @@ class Renderer:
         messages, pictures = self.with_pictures(messages, values, self.data.image_columns)
         try:
             return Rendered(self.tokenizer.render(messages, self.clock), tuple(messages), answer, pictures)
-        except jinja2.TemplateError as error:
-            raise Malformed(name, f"the chat template refuses it: {error}") from error
+        except TemplateRefusal as error:
+            raise Malformed(name, str(error)) from error
 
     def _without_answer(self, messages: list[Message]) -> tuple[list[Message], str | None]:
         """The messages of a prompt, and the answer after them with `data.last_turn: answer`."""
@@ -281,7 +280,12 @@ class Renderer:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise Malformed(name, f"message {number} is no {{role, content}} object")
             if not isinstance(message.get("content"), str | list):
-                raise Malformed(name, f"message {number} has {type(message.get('content')).__name__} as content")
+                got = (
+                    "no content"
+                    if message.get("content") is None
+                    else f"{type(message['content']).__name__} as content"
+                )
+                raise Malformed(name, f"message {number} has {got}; must be text or a list of parts")
             if not may_show and any(part["type"] == "image" for part in _parts(message["content"], name)):
                 raise Malformed(name, f"message {number} has a picture, which a pair of a reward model cannot have")
         return messages if messages[0]["role"] == "system" else [*self.system, *messages]

@@ -35,6 +35,7 @@ from hone.data.sources import (
     parts_of,
     read_rows,
     row_of,
+    rows_of_batch,
     source_labels,
     text_rows,
 )
@@ -212,21 +213,23 @@ class _FileRows:
     def where(self, number: int) -> str:
         if self._file.kind == ".parquet":
             return f"{self._file.name} row {number + 1}"
-        ((row,),) = self._slices(number, number + 1)
-        return f"{self._file.name}:{row['line']}"
+        (row,) = self._slices(number, number + 1)
+        return f"{self._file.name}:{row.column('line')[0].as_py()}"
 
     def read(self, start: int, stop: int) -> list[SourceRow | BadRow]:
-        values = (values for rows in self._slices(start, stop) for values in rows)
-        name = self._file.name
-        if self._file.kind == ".parquet":
-            return [SourceRow(f"{name} row {number}", one) for number, one in enumerate(values, start=start + 1)]
-        return [row_of(name, TextRow(**one)) for one in values]
+        name, found = self._file.name, list[SourceRow | BadRow]()
+        for rows in self._slices(start, stop):
+            if self._file.kind == ".parquet":
+                found += rows_of_batch(rows, name, start + len(found) + 1)
+            else:
+                found += [row_of(name, TextRow(**one)) for one in rows.to_pylist()]
+        return found
 
-    def _slices(self, start: int, stop: int) -> Iterator[list[dict[str, Any]]]:
+    def _slices(self, start: int, stop: int) -> Iterator[pyarrow.RecordBatch]:
         while start < stop:
             batch = bisect_right(self._starts, start) - 1
             end, own = min(stop, self._starts[batch + 1]), start - self._starts[batch]
-            yield self._batches.get_batch(batch).slice(own, end - start).to_pylist()
+            yield self._batches.get_batch(batch).slice(own, end - start)
             start = end
 
 

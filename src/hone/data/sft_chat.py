@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hone.config.run import DataSection, SftSection
 from hone.data.cache import DEFAULT_CACHE, DataCache
-from hone.data.chat import Message, Tokenizer, UnknownCharacter
+from hone.data.chat import Message, TemplateRefusal, Tokenizer, UnknownCharacter, rendering
 from hone.data.lazy import Facts, LazyRows, RowReading, SampleSize, load_lazily, or_problem, reading_of
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.prompts import SftRow, content_of, row_settings
@@ -129,9 +129,11 @@ def segments_of(
     template = tokenizer.hf.get_chat_template()
     try:
         marked = _MARKS.search(template) is not None
-        text, spans = _marked(tokenizer, template, messages, clock) if marked else _appended(tokenizer, messages, clock)
-    except jinja2.TemplateError as error:
-        raise Malformed(field, f"the chat template refuses it: {error}") from error
+        with rendering():
+            find = partial(_marked, template=template) if marked else _appended
+            text, spans = find(tokenizer, messages=messages, clock=clock)
+    except TemplateRefusal as error:
+        raise Malformed(field, str(error)) from error
     segments: list[Segment] = []
     done = 0
     for start, end in spans:

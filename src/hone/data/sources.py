@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from hone.config.rules.files import FILE_KINDS, files_of, is_saved_dataset
+from hone.config.rules.files import FILE_KINDS, UNREADABLE, files_of, is_saved_dataset
 from hone.config.run import DataSection, SftSection
 from hone.config.source import SourceSection
 from hone.errors import DataError
@@ -28,6 +28,8 @@ Part = Literal["train", "eval"]
 BATCH_ROWS = 8192
 """Rows that are read from a Parquet file, or kept in a cache, together."""
 _SLICE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
+_NO_VALUE = (ValueError, OverflowError, NotImplementedError)
+"""What Arrow raises for a value that Python cannot hold; its own errors are ValueErrors and NotImplementedErrors."""
 _NO_SPACE = re.compile(r"[^ \t\n\r]")
 
 
@@ -149,8 +151,7 @@ def _rows_of(part: DataFile | Dataset) -> Iterator[SourceRow | BadRow]:
     if isinstance(part, Dataset):
         return (SourceRow(f"{part.name} row {number}", values) for number, values in enumerate(part.rows, start=1))
     if part.kind == ".parquet":
-        rows = (values for batch in parquet_batches(part.path) for values in batch.to_pylist())
-        return (SourceRow(f"{part.name} row {number}", values) for number, values in enumerate(rows, start=1))
+        return _parquet_rows(part)
     return (row_of(part.name, row) for row in text_rows(part))
 
 
@@ -206,7 +207,7 @@ def _jsonl_rows(path: Path, name: str) -> Iterator[TextRow]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield TextRow(number, line.rstrip())
-    except (OSError, EOFError) as error:
+    except UNREADABLE as error:
         raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
 
 
@@ -215,7 +216,7 @@ def _json_rows(path: Path, name: str) -> Iterator[TextRow]:
     try:
         with _opened(path) as file:
             text = file.read().decode("utf-8-sig")
-    except (OSError, EOFError) as error:
+    except UNREADABLE as error:
         raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -276,7 +277,7 @@ def _csv_rows(path: Path, name: str) -> Iterator[TextRow]:
                     yield TextRow(first, b"", f"has {len(values)} values; the header names {len(header)} columns")
     except csv.Error as error:
         raise DataError(f"{name}:{line}: malformed CSV: {error}") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (*UNREADABLE, UnicodeDecodeError) as error:
         raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
 
 
@@ -312,6 +313,33 @@ def _json_kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
+def _parquet_rows(file: DataFile) -> Iterator[SourceRow | BadRow]:
+    first = 1
+    for batch in parquet_batches(file.path):
+        yield from rows_of_batch(batch, file.name, first)
+        first += batch.num_rows
+
+
+def rows_of_batch(batch: Any, name: str, first: int) -> list[SourceRow | BadRow]:
+    """Rows of a Parquet file from its row `first` on (counted from 1), given their record batch. A row with a value
+    that Python cannot hold, such as text that is not UTF-8 or a date after the year 9999, is a bad one."""
+    try:
+        values = batch.to_pylist()
+    except _NO_VALUE:
+        return [_row_of_batch(batch.slice(row, 1), f"{name} row {first + row}") for row in range(batch.num_rows)]
+    return [SourceRow(f"{name} row {number}", one) for number, one in enumerate(values, start=first)]
+
+
+def _row_of_batch(batch: Any, where: str) -> SourceRow | BadRow:
+    values: dict[str, Any] = {}
+    for column in batch.schema.names:
+        try:
+            (values[column],) = batch.column(column).to_pylist()
+        except _NO_VALUE as error:
+            return BadRow(where, f"column {column} cannot be read: {error}")
+    return SourceRow(where, values)
+
+
 def parquet_batches(path: Path) -> Iterator[Any]:
     """Record batches of a Parquet file. Raises DataError where it cannot be read further."""
     import pyarrow
@@ -319,6 +347,9 @@ def parquet_batches(path: Path) -> Iterator[Any]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"data file {path}: names columns twice: {', '.join(twice)}. Rename or remove one")
             yield from file.iter_batches(batch_size=BATCH_ROWS)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {path}: not readable as Parquet: {error}") from error

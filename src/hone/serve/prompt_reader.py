@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-import jinja2
 import numpy as np
 
-from hone.data.chat import Tokenizer
+from hone.data.chat import TemplateRefusal, Tokenizer
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.errors import DataError
 from hone.reward.wire import Message
@@ -109,9 +108,7 @@ class PromptReader:
             if not pictures:
                 return prompt_of(ids)
             return prompt_of(*with_picture_tokens(ids, pictures, tokenizer.picture_tokens))
-        except (jinja2.TemplateError, TypeError) as error:  # a name that Transformers itself uses
-            raise _wrong("messages", f"the chat template refuses them: {error}") from error
-        except (DataError, BrokenPicture) as error:
+        except (TemplateRefusal, DataError, BrokenPicture) as error:
             raise _wrong("messages", str(error)) from error
 
     def _picture(self, value: Any, at: int) -> Picture:

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -33,6 +34,8 @@ from hone.config.source import SourceSection
 
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""Raised where a file, compressed or not, cannot be read further."""
 _LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|\.(json|jsonl|gz|csv|tsv|txt|parquet|arrow|zst)$")
 _PLACEHOLDER = re.compile(r"\{\{\w+(?:\.\w+)*\}\}|\{(\w+(?:\.\w+)*)\}")
 _FIRST_ROW_BYTES = 4 << 20
@@ -149,7 +152,7 @@ def template_columns(template: str) -> set[str]:
 def _columns_exist(source_key: str, name: str, path: Path, columns: Columns) -> Iterator[Breach]:
     try:
         present = _column_names(path)
-    except (OSError, EOFError, ValueError) as error:
+    except (*UNREADABLE, ValueError, csv.Error) as error:
         yield Breach((source_key,), f"{name} cannot be read: {error}")
         return
     for key, column in columns:
