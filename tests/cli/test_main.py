@@ -1,4 +1,6 @@
+import io
 import re
+import sys
 
 import pytest
 
@@ -70,6 +72,15 @@ def test_a_bug_shows_its_traceback_and_asks_to_be_reported(capsys, monkeypatch):
     assert "Traceback" in err
     assert "ZeroDivisionError: in the middle" in err
     assert err.rstrip().endswith("Please report it, with the lines above and the run file.")
+
+
+def test_what_an_output_cannot_show_is_escaped(monkeypatch):
+    """A reward's message may hold half a surrogate pair, and a terminal may know ASCII alone."""
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    monkeypatch.setattr(cli, "app", lambda **_: print("\ud800ü", end=""))
+    assert cli.main([]) == 0
+    assert shown.getvalue() == rb"\ud800\xfc"
 
 
 def test_a_config_error_is_all_its_problems_and_nothing_else(run_file, capsys):

@@ -273,6 +273,7 @@ def test_nothing_heavy_is_imported_for_them(score):
         ("def f(prompts, labels): pass", r"f\(prompts, labels\) has no known form\. A reward is one of"),
         ("def f(prompt, completion, answer): pass", "no known form"),
         ("def f(data_sources, solution_strs): pass", "no known form"),
+        ("f = max", "names no parameters that Python can read"),
         ("def f(): pass", r"f\(\) has no known form"),
         ("def f(**kwargs): pass", "no known form"),
         ("def f(*, group): pass", "no known form"),

@@ -67,6 +67,23 @@ def ill_on_some(group):
 def typed(group):
     return [Score(None, Fault.DATA, "no gold"), Score(5.0, Fault.MODEL, "broke it", {"depth": 3})]
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+def raises_mutely(group):
+    raise Mute
+
+def raises_half_a_pair(group):
+    raise ValueError("\\ud800")
+
+def forks(group):
+    child = os.fork()
+    if not child:
+        return [0.5] * len(group.samples)
+    os.waitpid(child, 0)
+    return [1.0] * len(group.samples)
+
 def whose_process(group):
     return [float(os.getpid())] * len(group.samples)
 
@@ -127,6 +144,8 @@ def test_it_runs_in_another_process_and_stays_there(score_all, make_group):
     [
         ("raises", "raises: infra fault: raised ValueError: a bad day (mine.py:"),
         ("exits", "exits: infra fault: raised SystemExit: enough (mine.py:"),
+        ("raises_mutely", "raises_mutely: infra fault: raised Mute: (its message cannot be had: RuntimeError)"),
+        ("raises_half_a_pair", r"raises_half_a_pair: infra fault: raised ValueError: \ud800 (mine.py:"),
         ("nan", "nan: infra fault: gave nan, not a finite number"),
         ("wrong_count", "wrong_count: infra fault: returned 1 scores for 2 samples"),
     ],
@@ -156,6 +175,11 @@ def test_a_process_that_hangs_or_dies_costs_its_group_alone(score_all, make_grou
 def test_what_a_killed_reward_started_dies_with_it(score_all, make_group, tmp_path):
     score_all("ill_on_some", make_group("leave a child"), timeout_s=1.0)
     assert has_ended(int((tmp_path / "child").read_text()))
+
+
+def test_a_process_that_a_reward_forks_answers_nothing_in_its_place(score_all, make_group):
+    groups = score_all("forks", make_group("a", "b"), make_group("a"))
+    assert [group.rewards for group in groups] == [(1.0, 1.0), (1.0,)]
 
 
 def test_typed_scores_cross_the_process_boundary(score_all, make_group):
@@ -240,6 +264,7 @@ def test_a_run_ends_when_nothing_can_be_scored(make_rewards, make_group):
     [
         ("import no_such_module", "reward.components.0.use: .*cannot be imported: ModuleNotFoundError"),
         ("def g(group): pass", "reward.components.0.use: .*has no function 'f'"),
+        ("import sys; sys.exit(3)", "reward.components.0.use: .*cannot be imported: SystemExit: 3"),
         ("import os; os._exit(9)", "reward.components.0.use: the process that imports it ended with exit code 9"),
         ("def f(group, needed): pass", "does not fit args {}: missing a required argument: 'needed'"),
     ],

@@ -49,6 +49,8 @@ def test_whatever_is_not_is_a_fault_of_that_sample_alone(make_group, value, caus
         (None, "returned NoneType, not one score per sample"),
         ("ab", "returned str, not one score per sample"),
         ({0: 1.0, 1: 0.0}, "returned dict, not one score per sample"),
+        ({1.0, 0.0}, "returned set, not one score per sample"),
+        (bytearray(b"ab"), "returned bytearray, not one score per sample"),
         ((x for x in (1.0, 0.0)), "returned generator, not one score per sample"),
     ],
 )

@@ -7,6 +7,7 @@ the user.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -88,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # OpenMP threads that wait by spinning starve each other as soon as anything else runs: steps of 0.1 s became steps
     # of 4 s beside one busy process. It is read when torch is loaded, which happens after this.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as of stderr: what a terminal cannot show ends no command
     with redirect_stderr(cast(TextIO, Lasting(sys.stderr))):  # a closed terminal ends no run
         return _outcome(arguments)
 

@@ -68,7 +68,10 @@ def adapted(function: Callable[..., Any], name: str) -> RewardFunction:
     Raises:
         Unfit: its parameters fit none of the forms, or several of them.
     """
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:  # a built-in function, for one
+        raise Unfit(f"{name} names no parameters that Python can read: {error}. {FORMS}") from error
     forms = {_FORMS[mark]: mark for mark in _FORMS if mark in parameters}
     if len(forms) > 1:
         raise Unfit(f"{name} has parameters of several forms, {' and '.join(forms.values())}. {FORMS}")

@@ -150,7 +150,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 def _import(place: str) -> ModuleType:
     try:
         return import_module(place, "reward")
-    except Exception as error:  # boundary: the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # boundary: the user's module may raise anything while it is imported
         raise Unusable(f"{place} cannot be imported: {describe(error)}") from error
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -126,7 +126,9 @@ def overrun_score(function: RewardFunction) -> float | None:
 def check_scores(returned: Any, group: Group, declared: Range) -> tuple[Score, ...]:
     """One valid Score per sample, from whatever a reward function returned."""
     num_samples, values = len(group.samples), plain_values(returned)
-    if isinstance(values, str | bytes | dict) or not (hasattr(values, "__len__") and hasattr(values, "__iter__")):
+    if isinstance(values, str | bytes | bytearray | Mapping | Set) or not (
+        hasattr(values, "__len__") and hasattr(values, "__iter__")
+    ):
         return all_faulty(num_samples, f"returned {type(returned).__name__}, not one score per sample")
     if len(values) != num_samples:
         return all_faulty(num_samples, f"returned {len(values)} scores for {num_samples} samples")

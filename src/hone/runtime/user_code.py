@@ -48,11 +48,18 @@ def import_module(place: str, kind: str) -> ModuleType:
 def describe(error: BaseException) -> str:
     """`ValueError: message (rewards.py:9 in score, rewards.py:4 in parse: int(text))`, on one line, bounded.
 
-    Of the traceback only the user's own lines are shown, the last three of them.
+    Of the traceback only the user's own lines are shown, the last three of them. What UTF-8 cannot hold is escaped.
     """
-    message, lines = " ".join(str(error).split()), _own_lines(error)
+    message, lines = " ".join(_message(error).split()), _own_lines(error)
     where = f" ({lines})" if lines else ""
     return f"{type(error).__name__}: {message}"[: _DESCRIPTION_CHARACTERS - len(where)] + where
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error).encode("utf-8", "backslashreplace").decode()
+    except Exception as failure:  # boundary: an exception's own code may raise anything
+        return f"(its message cannot be had: {type(failure).__name__})"
 
 
 def _is_own(frame: traceback.FrameSummary) -> bool:

@@ -278,7 +278,10 @@ def enter(channel_fd: int, parent_pid: int) -> socket.socket:
     """
     end_with(parent_pid)
     os.dup2(2, 1)
-    return socket.socket(fileno=channel_fd)
+    channel = socket.socket(fileno=channel_fd)
+    # A child that user code forks must neither answer in the worker's place nor take its messages.
+    os.register_at_fork(after_in_child=channel.close)
+    return channel
 
 
 def framed(message: Any) -> bytes:
