@@ -41,7 +41,7 @@ def of_verl(v: dict[str, Any]) -> dict[str, Any]:
     steps = min(actor["ppo_mini_batch_size"], batch) * group
     found = {
         "algorithm.credit": credit,
-        "algorithm.gamma": v["algorithm.gamma"],
+        "algorithm.gamma": v["algorithm.gamma"] if credit in ("gae", "reinforce_pp") else 1.0,
         "algorithm.clip_low": actor["clip_ratio_low"],
         "algorithm.clip_high": actor["clip_ratio_high"],
         "algorithm.dual_clip": actor["clip_ratio_c"],

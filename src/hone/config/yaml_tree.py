@@ -130,16 +130,20 @@ class _RefusedNode(Exception):
         self.line, self.message = line, message
 
 
-def read_yaml(text: str, source: str, first_line: int | None = 1) -> tuple[Node | None, list[Problem]]:
+def read_yaml(
+    text: str, source: str, first_line: int | None = 1, repeated: list[Problem] | None = None
+) -> tuple[Node | None, list[Problem]]:
     """Parse one YAML document.
 
     Args:
         source: how problems name the text.
         first_line: number of the text's first line; None where lines mean nothing (the command line).
+        repeated: where given, of a key that is written twice the last one counts, as in PyYAML, and it is listed here;
+            else such a key is a problem.
     Returns:
         The tree (None for an empty document or one that cannot be parsed) and every problem found.
     """
-    builder = _Builder(source, first_line)
+    builder = _Builder(source, first_line, repeated)
     try:
         return builder.document(YAML(typ="safe", pure=True).parse(text)), builder.problems
     except _RefusedNode as refused:
@@ -174,8 +178,8 @@ def scalar(text: str) -> Any:
 class _Builder:
     """Turns parser events into nodes; collects the problems that do not end parsing."""
 
-    def __init__(self, source: str, first_line: int | None) -> None:
-        self.source, self.first_line = source, first_line
+    def __init__(self, source: str, first_line: int | None, repeated: list[Problem] | None) -> None:
+        self.source, self.first_line, self.repeated = source, first_line, repeated
         self.problems: list[Problem] = []
         self._anchors: dict[str, tuple[Node, int]] = {}
         self._num_nodes = 0
@@ -228,10 +232,14 @@ class _Builder:
             value = self._node(next(events), events, depth + 1)
             if not isinstance(name, str):
                 self._problem(line, f"a key must be text (got {name!r})")
-            elif name in entries:
-                self._problem(line, f"{name} is written twice (first on line {entries[name].where.line}); keep one")
-            else:
-                entries[name] = Node(value.value, self.where(line))
+                continue
+            if name in entries:
+                message = f"{name} is written twice (first on line {entries[name].where.line}); keep one"
+                if self.repeated is None:
+                    self._problem(line, message)
+                    continue
+                self.repeated.append(Problem(self.where(line), name, message))
+            entries[name] = Node(value.value, self.where(line))
         return entries
 
     def _scalar(self, event: ScalarEvent, line: int) -> Node:

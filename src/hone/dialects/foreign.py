@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -146,6 +146,14 @@ def defaults_of(foreign: ForeignRun, version: str) -> dict[str, Any]:
             if values and values[-1] != ABSENT:
                 found[key] = values[-1]
     return found
+
+
+def newest_with(foreign: ForeignRun, names: Collection[str], versions: Collection[str]) -> str | None:
+    """Of some versions the newest that has most of the names; None where no version has any of them."""
+    has = {version: set(names) & defaults_of(foreign, version).keys() for version in versions}
+    if not any(has.values()):
+        return None
+    return max(versions, key=lambda version: (len(has[version]), version_key(version)))
 
 
 def version_key(version: str) -> tuple[int, ...]:

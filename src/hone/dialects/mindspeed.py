@@ -137,6 +137,7 @@ def _program(foreign: ForeignRun) -> str | None:
 
 
 def _whole(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
+    yield "correction", shared.NO_CORRECTION
     yield "data.chat", default({"data.chat": True}, "prompts were rendered with the model's template")
     yield "data.prompt_column", default({"data.prompt_column": "prompt"}, "name the column of your file")
     if not job.given(f"{_R}.token_level_loss"):

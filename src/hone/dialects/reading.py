@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from hone.config.yaml_tree import read_yaml
+from hone.config.yaml_tree import Problem, read_yaml
 from hone.dialects.foreign import DialectError, ForeignKey, ForeignRun, ForeignService, Tool, hole
 from hone.dialects.shell import ShellCommand, read_script
 from hone.dialects.trl.script import read_python
@@ -97,11 +97,12 @@ def _with_configuration(command: ForeignRun, script: Callable[[str], str | None]
     text = script(path) if command.tool == "trl" and path else None
     if text is None:
         return command
-    added = tuple(key for key in _yaml(text, path, "trl").keys if key.key not in given)
+    read = _yaml(text, path, "trl")
+    added = tuple(key for key in read.keys if key.key not in given)
     return replace(
         command,
         keys=(*command.keys, *added),
-        notes=(*command.notes, f"{path} was read too: keys of the command line win"),
+        notes=(*command.notes, *read.notes, f"{path} was read too: keys of the command line win"),
         script_arguments=command.script_arguments | {"config"},
     )
 
@@ -165,7 +166,8 @@ def _listed(tree: Any) -> Any:
 
 def _yaml(text: str, source: str, tool: Tool | None) -> ForeignRun:
     cleaned = "\n".join(line for line in text.splitlines() if not line.startswith(("%", "---")))
-    root, problems = read_yaml(cleaned, source)
+    repeated: list[Problem] = []
+    root, problems = read_yaml(cleaned, source, repeated=repeated)
     if root is None or problems or not isinstance(root.value, dict):
         reason = str(problems[0]) if problems else f"{source}: has no keys"
         raise DialectError(f"{reason} (not YAML that can be read)")
@@ -180,7 +182,10 @@ def _yaml(text: str, source: str, tool: Tool | None) -> ForeignRun:
     else:
         keys = [ForeignKey(path, node.plain(), node.where.line) for path, node in _leaves(root)]
     program = {"mindspeed": "MindSpeed-RL", "verl": "verl.trainer.main_ppo", "trl": "trl"}.get(kind, kind)
-    return ForeignRun(kind, program, tuple(keys), source)
+    notes = tuple(
+        f"{one.key} is written twice: that of line {one.where.line} counts, as in the tool" for one in repeated
+    )
+    return ForeignRun(kind, program, tuple(keys), source, notes=notes)
 
 
 def _leaves(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:

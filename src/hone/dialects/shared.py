@@ -9,7 +9,7 @@ from typing import Any
 from hone.config.rules.rules import MAX_NAME
 from hone.dialects.rows import Condition, by, to, when
 from hone.dialects.values import names, number, positive, text, truth, whole, zero_if_off
-from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, UnknownValue, nothing, placed, put, refused
+from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, UnknownValue, default, nothing, placed, put, refused
 
 PIPELINE = "pipeline parallelism: Hone shards weights over devices (FSDP2) instead; `hone plan` says whether it fits"
 EXPERTS = "expert parallelism: Hone shards experts like other weights; `hone plan` says whether it fits"
@@ -32,8 +32,10 @@ NO_AUX_LOSS = (
     "a mean over layers here, only where the model's class has one; nearest: 0, as RL of experts usually has it"
 )
 QUANTISED = "quantised training is not supported; nearest: lora.rank without it"
+TEMPLATE_FILE = "write the template to a file and set model.chat_template"
 AS_THEY_ARE = "the trainer's weights are published as they are"
 ROUTER = "recorded where algorithm.replay_routing is set"
+NO_CORRECTION = default({"algorithm.correction": "none"}, "no correction between sampler and trainer")
 VLLM = placed({"cluster.engines.use": "vllm"}, "samples are drawn with vLLM")
 DEVICES = by(lambda job, value: placed({}, "see the line `devices`"), "cluster.pools", kind="placement")
 

@@ -133,7 +133,7 @@ def translate(foreign: ForeignRun, version: str | None = None) -> Imported:
     """
     dialect = dialects()[foreign.tool]
     version = version or dialect.version(foreign) or known_versions(foreign.tool)[-1]
-    job = ForeignJob(foreign, defaults_of(foreign, version), dialect.aliases)
+    job = ForeignJob(foreign, defaults_of(foreign, version), dialect.aliases, version)
     keys = tuple(_line(job, dialect, key.key, key.value, key.line) for key in foreign.keys)
     others: list[Line] = []
     if why := dialect.program(foreign):
@@ -266,10 +266,10 @@ def _unknown(job: ForeignJob, dialect: Dialect, written: str) -> KeyVerdict:
         return KeyVerdict("hole", {}, f"words that are unknown without running the script: {shown(written)}")
     if job.name(written) in job.foreign.script_arguments:
         return nothing("an argument of the script itself, which was read with it")
-    if job.foreign.tool == "trl" and job.foreign.program.endswith(".py"):
-        return KeyVerdict("hole", {}, "an argument of the script itself, and not of TRL: what it does is in its code")
     close = nearest(job.name(written), [row for row in dialect.rows if "*" not in row], cutoff=85)
     hint = f"; nearest: {close}" if close else ""
+    if job.foreign.tool == "trl" and (job.foreign.program == "trl" or job.foreign.program.endswith(".py")):
+        return unknown(f"an argument of the script itself, and not of TRL: what it does is in its code{hint}")
     return refused(f"no such key in the table{hint}. Find its meaning and set it by hand")
 
 

@@ -69,6 +69,8 @@ class ForeignJob:
     defaults: Mapping[str, Any]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Names of other versions -> the name in the table."""
+    version: str = ""
+    """The tool's, of the defaults."""
 
     def __post_init__(self) -> None:
         self.values = {self.name(key.key): key.value for key in self.foreign.keys}

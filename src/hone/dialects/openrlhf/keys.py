@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hone.dialects import shared
-from hone.dialects.foreign import ForeignRun, defaults_of, known_versions, version_key
+from hone.dialects.foreign import ForeignRun, known_versions, newest_with, version_key
 from hone.dialects.openrlhf import rules
 from hone.dialects.rows import automatic, by, each, listed, missing, placement, rewritten, table, to, under, when, where
 from hone.dialects.shared import LOGGING, MEMORY, RESUME
@@ -167,6 +167,7 @@ ALGORITHM: dict[str, Row] = {
     "advantage.lambd": when(rules.uses_critic, shared.NO_CRITIC, to("algorithm.gae_lambda", number)),
     "advantage.is_correction_enable": by(rules.correction, "algorithm.correction"),
     "advantage.is_correction_level": by(rules.correction_level, "algorithm.correction"),
+    "advantage.use_icepop": by(rules.icepop, "algorithm.correction"),
     "advantage.is_correction_*": automatic("part of is_correction"),
     "kl.init_coef": by(rules.kl_coef, "algorithm.kl_reward_coef", "algorithm.kl_loss_coef"),
     "kl.use_loss": by(
@@ -209,7 +210,8 @@ FILES: dict[str, Row] = {
     "logger.logging_steps": automatic("every update is logged"),
     "logger.wandb.key": automatic("secrets come from the environment"),
     "logger.wandb.project": by(
-        lambda job, v: put({"observe.wandb": str(v)} if job.given("logger.wandb.key") else {}), "observe.wandb"
+        lambda job, v: put({"observe.wandb": str(v)}) if rules.logs(job) else nothing("only with use_wandb"),
+        "observe.wandb",
     ),
     "logger.wandb.run_name": shared.run_name(),
     "logger.wandb.group": to("run.group", text),
@@ -272,6 +274,7 @@ RENAMED = {
     "colocate_all_models": "train.colocate_all",
     "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
     "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
+    "use_icepop": "algo.advantage.use_icepop",
     "vllm_is_correction_type": "algo.advantage.is_correction_type",
     "async_train": "train.async_enable",
     "partial_rollout": "train.partial_rollout_enable",
@@ -346,6 +349,7 @@ WRITTEN = listed(
         "actor": "eps_clip loss_agg_mode adam.lr lr_warmup_ratio lr_scheduler",
         "critic": "adam.lr value_clip lr_warmup_ratio lr_scheduler",
         "ckpt": "save_steps",
+        "logger": "wandb.project",
         "ds": "lora.alpha",
         "eval": "temperature n_samples_per_prompt",
     }
@@ -358,9 +362,7 @@ def _version(foreign: ForeignRun) -> str | None:
     if not names:
         return None
     older = [version for version in known_versions("openrlhf") if version_key(version) < (0, 10, 2)]
-    flags = {version: defaults_of(foreign, version).keys() for version in older}
-    known = {name for name in names if any(name in found for found in flags.values())}
-    return max(older, key=lambda version: (len(known & flags[version]), version_key(version)))
+    return newest_with(foreign, names, older) or older[-1]
 
 
 DIALECT = Dialect(ROWS, WRITTEN, rules.program, rules.whole_command, ALIASES, _version)

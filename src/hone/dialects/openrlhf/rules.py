@@ -85,13 +85,22 @@ def clips(job: ForeignJob, value: Any) -> KeyVerdict:
 
 def correction(job: ForeignJob, value: Any) -> KeyVerdict:
     if not truth(value):
-        return nothing("off, as here")
+        return nothing("off")
+    if truth(job.values.get("algo.advantage.use_icepop", False)):
+        return _corrected(job, "icepop")
     return _corrected(job, CORRECTIONS[str(job.get("algo.advantage.is_correction_type", "tis"))])
+
+
+def icepop(job: ForeignJob, value: Any) -> KeyVerdict:
+    """A flag between 0.9.4 and 0.9.10, where is_correction_type replaced it."""
+    if not truth(value) or not truth(job.get("algo.advantage.is_correction_enable", False)):
+        return nothing("off")
+    return _corrected(job, "icepop")
 
 
 def correction_level(job: ForeignJob, value: Any) -> KeyVerdict:
     if value == "off":
-        return nothing("off, as here")
+        return nothing("off")
     if job.get("algo.advantage.is_correction_gating", "ratio") != "ratio":
         return refused("bounds of the ratio only; nearest: is_correction_gating = ratio")
     return _corrected(job, LEVELS[(str(value), str(job.get("algo.advantage.is_correction_mode", "mask")))])
@@ -148,6 +157,11 @@ def truncated(job: ForeignJob, value: Any) -> KeyVerdict:
     return put({"algorithm.truncated_reward_factor": number(value)})
 
 
+def logs(job: ForeignJob) -> bool:
+    """Whether W&B's key, or true, was given."""
+    return job.values.get("logger.wandb.key") not in (None, "", False, "False", "None")
+
+
 # ---- data and batches
 
 
@@ -185,6 +199,8 @@ def template(job: ForeignJob, value: Any) -> KeyVerdict:
 def lengths(job: ForeignJob, value: Any) -> KeyVerdict:
     if value is None:
         return nothing("the sum of both limits")
+    if job.given("data.prompt_max_len"):
+        return nothing("prompt_max_len and the length of a response are limited apart")
     new, total = job.get("rollout.max_new_tokens"), whole(value)
     if new is None:
         both = {"data.max_prompt_tokens": total // 2, "rollout.max_response_tokens": total - total // 2}
@@ -248,7 +264,14 @@ def program(foreign: ForeignRun) -> str | None:
     return f"{foreign.program} is not RL of a policy from a reward; stages: [sft] and [reward_model] train these here"
 
 
+def corrects(job: ForeignJob) -> bool:
+    level = job.get("algo.advantage.is_correction_level", "off")
+    return truth(job.get("algo.advantage.is_correction_enable", False)) or level != "off"
+
+
 def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
+    if not corrects(job):
+        yield "correction", shared.NO_CORRECTION
     if job.get("actor.loss_agg_mode") is None:
         yield "aggregate", default({"algorithm.aggregate": "token_mean"}, "a mean over all tokens")
     if not job.get("ds.param_dtype") and not job.given("ds.bf16"):

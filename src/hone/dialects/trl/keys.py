@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from hone.dialects import shared
+from hone.dialects.foreign import ForeignRun, defaults_of, known_versions, newest_with, version_key
 from hone.dialects.rows import automatic, by, each, missing, placement, rewritten, table, to, when, where
 from hone.dialects.shared import LOGGING, MEMORY, RESUME
 from hone.dialects.trl import rules
@@ -38,6 +39,7 @@ MODEL: dict[str, Row] = {
     "disable_dropout": automatic("models train without dropout"),
     "router_aux_loss_coef": missing(shared.NO_AUX_LOSS, "algorithm.load_balancing_coef"),
     "chat_template_path": to("model.chat_template", text),
+    "chat_template": missing(shared.TEMPLATE_FILE, "model.chat_template"),
     "use_peft": by(
         lambda job, v: put({"lora.rank": whole(job.get("lora_r", 16))}) if truth(v) else nothing("off"), "lora.rank"
     ),
@@ -60,7 +62,10 @@ DATA: dict[str, Row] = {
     "eval_dataset": rules.dataset("data.eval", "data.eval_split"),
     "dataset_config": automatic("part of dataset_name"),
     "dataset_train_split": to("data.train_split", text),
-    "dataset_test_split": by(lambda job, v: nothing("evaluation data is data.eval; set it to evaluate"), "data.eval"),
+    "dataset_test_split": automatic("part of eval_strategy"),
+    "dataset_prompt_column": to("data.prompt_column", text),
+    "dataset_mixture": rewritten("a mixture of the script's own: name its data sets in data.train", "data.train"),
+    "system_prompt": to("data.system", text),
     "dataset_streaming": automatic("rows are read as they are needed"),
     "datasets": by(rules.mixture, "data.train", "data.train_split", note="rows of all"),
     "shuffle_dataset": shared.shuffled(),
@@ -75,9 +80,7 @@ DATA: dict[str, Row] = {
 SAMPLING: dict[str, Row] = {
     "max_completion_length": to("rollout.max_response_tokens", whole),
     "num_generations": to("rollout.group_size", whole),
-    "num_generations_eval": when(
-        lambda job: job.given("eval_dataset"), "no data to evaluate on", to("eval.samples", whole)
-    ),
+    "num_generations_eval": when(rules.evaluates, "no data to evaluate on", to("eval.samples", whole)),
     "temperature": to("rollout.temperature", number),
     "top_p": shared.cut("rollout.top_p", 1),
     "top_k": shared.cut("rollout.top_k", 0, -1),
@@ -90,6 +93,7 @@ SAMPLING: dict[str, Row] = {
     "vllm_tensor_parallel_size": rules.engine("tensor_parallel_size"),
     **each("vllm_max_model_length vllm_max_model_len", rules.engine("max_model_len")),
     **each("vllm_structured_outputs_regex vllm_guided_decoding_regex", _CONSTRAINED),
+    **each("vllm_device vllm_dtype", placement("of vLLM's engine: Hone starts its engines itself")),
     "vllm_*": placement("of vLLM's server: Hone starts its engines itself"),
     **each("use_transformers_* transformers_continuous_batching_config", _BATCHING),
     "cache_implementation": automatic("Hone's own cache"),
@@ -230,12 +234,12 @@ FILES: dict[str, Row] = {
     "save_total_limit": to("checkpoint.keep", positive),
     "save_*": automatic("checkpoints are whole, as safetensors"),
     **each("load_best_model_at_end metric_for_best_model greater_is_better", _BEST),
-    "eval_steps": when(
-        lambda job: job.given("eval_dataset"), "set data.eval to evaluate", rules.in_updates("eval.every", positive)
-    ),
-    "eval_strategy": by(lambda job, v: nothing(_EVALUATES), "eval.every"),
+    "eval_steps": when(rules.evaluates, "no data to evaluate on", by(rules.eval_steps, "eval.every")),
+    "eval_strategy": by(rules.eval_strategy, "data.eval", "eval.every"),
     "eval_on_start": automatic("evaluated before the first update where data.eval is set"),
     **each("eval_* do_eval", automatic(_EVALUATES)),
+    "overwrite_output_dir": automatic("a run has a new folder, or is resumed"),
+    **each("callbacks benchmarks", automatic("of the script's own callbacks")),
     "do_train": automatic("`hone train`"),
     "report_to": by(rules.reports, "observe.wandb"),
     "project": automatic("the project of report_to"),
@@ -251,7 +255,7 @@ FILES: dict[str, Row] = {
 
 ROWS: dict[str, Row] = {**MODEL, **DATA, **SAMPLING, **BATCH, **ALGORITHM, **REWARDS, **TRAINER, **FILES}
 WRITTEN = (
-    *("max_prompt_length", "max_completion_length", "num_generations", "per_device_train_batch_size"),
+    *("max_prompt_length", "max_completion_length", "num_generations", "temperature", "per_device_train_batch_size"),
     *("num_train_epochs", "learning_rate", "lr_scheduler_type", "adam_beta2", "beta", "epsilon", "loss_type"),
     "use_bias_correction_kl",
     *("scale_rewards", "vllm_importance_sampling_correction", "save_steps", "seed", "gradient_checkpointing", "bf16"),
@@ -270,4 +274,17 @@ OLDER_RLOO = {
 NEGATED = ("gradient_checkpointing", "bf16", "shuffle_dataset", "vllm_importance_sampling_correction")
 """Arguments that are on by default, which `--no_...` turns off."""
 ALIASES = OLDER_RLOO | {f"no_{name}": name for name in NEGATED} | {"async_num_generations": "num_generations"}
-DIALECT = Dialect(ROWS, WRITTEN, rules.program, rules.whole_command, ALIASES)
+
+
+def _version(foreign: ForeignRun) -> str | None:
+    """The newest version that has those arguments that were removed later: other defaults have changed since."""
+    written = {key.key.replace("-", "_") for key in foreign.keys}
+    versions = known_versions("trl")
+    removed = {ALIASES.get(name, name) for name in written} - defaults_of(foreign, versions[-1]).keys()
+    if written & OLDER_RLOO.keys():
+        versions = tuple(version for version in versions if version_key(version) < (0, 22))
+        return newest_with(foreign, removed, versions) or versions[-1]
+    return newest_with(foreign, removed, versions)
+
+
+DIALECT = Dialect(ROWS, WRITTEN, rules.program, rules.whole_command, ALIASES, _version)

@@ -119,20 +119,67 @@ def epochs(job: ForeignJob, value: Any) -> KeyVerdict:
     return put({"run.epochs": number(value)}, "passes over the prompts")
 
 
+OFF = ("no", "False")
+"""Names of a strategy that does nothing; `no` without quotes is false in the YAML of TRL."""
+
+
 def save_steps(job: ForeignJob, value: Any) -> KeyVerdict:
     kind = str(job.get("save_strategy", "steps"))
-    if kind == "no":
+    if kind in OFF:
         return put({"checkpoint.every": 0}, "off: only at the end")
-    steps = 500 if value is None else number(value)
-    if kind == "epoch" or 0 < steps < 1:
-        return refused("a share of the run, or an epoch: give it in policy updates")
-    return put({"checkpoint.every": updates(job, steps)}, "optimizer steps to policy updates")
+    if kind != "steps":
+        return nothing(f"only read with save_strategy = steps, not {kind}")
+    return _every("checkpoint.every", job, 500 if value is None else number(value))
 
 
 def save_strategy(job: ForeignJob, value: Any) -> KeyVerdict:
-    if str(value) == "no":
+    if str(value) in OFF:
         return put({"checkpoint.every": 0}, "only at the end")
-    return nothing("see save_steps") if str(value) == "steps" else refused("once per epoch: give it in policy updates")
+    if str(value) == "epoch" and number(job.get("num_train_epochs", 3)) <= 1 and positive(job.get("max_steps")) is None:
+        return put({"checkpoint.every": 0}, "at the end of the only epoch")
+    if str(value) == "best":
+        return unknown("where an evaluation is the best: name its metric in checkpoint.best")
+    return nothing("see save_steps") if str(value) == "steps" else unknown(ONCE_PER_EPOCH)
+
+
+ONCE_PER_EPOCH = "once per epoch: give it in policy updates"
+
+
+def _every(key: str, job: ForeignJob, steps: float) -> KeyVerdict:
+    """Optimizer steps between two events; below 1 a share of the run."""
+    if 0 < steps < 1:
+        total = positive(job.get("max_steps"))
+        if total is None:
+            return unknown("a share of the run, whose length in steps is not in the file: give it in policy updates")
+        steps = -(-whole(total) * steps // 1)
+    return put({key: updates(job, steps)}, "optimizer steps to policy updates")
+
+
+def evaluates(job: ForeignJob) -> bool:
+    return job.given("eval_dataset") or (
+        bool(job.get("dataset_name")) and str(job.get("eval_strategy", "no")) not in OFF
+    )
+
+
+def eval_strategy(job: ForeignJob, value: Any) -> KeyVerdict:
+    """TRL's own scripts evaluate on another split of the same data set."""
+    if str(value) in OFF:
+        return nothing("off")
+    found: dict[str, Any] = {}
+    if not job.given("eval_dataset") and job.get("dataset_name"):
+        found = dict(dataset("data.eval", "data.eval_split").read(job, job.get("dataset_name")).settings)
+        found["data.eval_split"] = str(job.get("dataset_test_split") or "test")
+    if str(value) == "epoch":
+        return KeyVerdict("hole", found, ONCE_PER_EPOCH)
+    if not job.given("eval_steps"):
+        found |= eval_steps(job, job.get("logging_steps", 10)).settings
+    return put(found, "the data set's other split" if "data.eval" in found else "see eval_steps")
+
+
+def eval_steps(job: ForeignJob, value: Any) -> KeyVerdict:
+    if str(job.get("eval_strategy", "steps")) in (*OFF, "epoch"):
+        return nothing("only read with eval_strategy = steps")
+    return nothing("as logging_steps") if value is None else _every("eval.every", job, number(value))
 
 
 # ---- algorithm
@@ -331,7 +378,7 @@ def _component(item: str) -> dict[str, Any] | KeyVerdict:
         return {"use": _beside(item)}
     if "/" in item:
         return {"use": "reward_model", "args": {"path": item}}
-    return refused(f"{item}: name your function as file.py:{item} in reward.components")
+    return unknown(f"{item} is a function of the script: name it as file.py:{item} in reward.components")
 
 
 def _beside(place: str) -> str:
@@ -405,6 +452,13 @@ RLOO = {"algorithm.credit": "leave_one_out", "algorithm.aggregate": "fixed_lengt
 
 
 def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
+    if (
+        not is_rloo(job) and job.get("loss_type") is None
+    ):  # of versions before the argument: 0.14, and 0.16 with epsilon
+        kind = "token_mean" if "epsilon" in job.defaults else "sample_mean"
+        yield "aggregate", default({"algorithm.aggregate": kind}, "TRL's loss at this version")
+    if uses_vllm(job) and job.get("vllm_importance_sampling_correction") is None:
+        yield "correction", shared.NO_CORRECTION
     if is_rloo(job):
         yield "RLOO", default(RLOO, "each sample against its siblings; the ratio is the sequence's")
     else:

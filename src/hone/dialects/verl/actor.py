@@ -6,6 +6,7 @@ from typing import Any
 
 from hone.config.derived import overridden
 from hone.dialects import shared
+from hone.dialects.foreign import version_key
 from hone.dialects.rows import automatic, by, each, missing, placement, table, to, under, when, where
 from hone.dialects.shared import EXPERTS, MEMORY, PIPELINE, PROFILER
 from hone.dialects.values import number, positive, text, truth, whole
@@ -25,7 +26,7 @@ ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "lo
 
 LOSSES: dict[str, dict[str, Any]] = {
     "vanilla": {},
-    "gspo": {"algorithm.ratio": "sequence", "algorithm.aggregate": "sample_mean"},
+    "gspo": {"algorithm.ratio": "sequence"},
     "sapo": {"algorithm.clip": "sapo"},
     "cispo": {"algorithm.clip": "cispo"},
     "clip_cov": {"algorithm.clip": "clip_cov"},
@@ -91,8 +92,8 @@ def side(key: str) -> Row:
 
 
 def aggregate(job: ForeignJob, value: Any) -> KeyVerdict:
-    if loss_mode(job) == "gspo":
-        return nothing("gspo averages per sample")
+    if loss_mode(job) in ("sapo", "geo_mean") or (loss_mode(job) == "gspo" and version_key(job.version) < (0, 9, 1)):
+        return put({"algorithm.aggregate": "sample_mean"}, f"{loss_mode(job)} averages per sample at this version")
     if value == "seq-mean-token-sum":
         return refused("a sum per sample is fixed_length x rollout.max_response_tokens: scale the learning rate by it")
     if value not in AGGREGATES:
@@ -329,7 +330,7 @@ MODEL_ROWS: dict[str, Row] = {
     "use_*": automatic("Hone's kernels: never padded, logits in chunks"),
     "fused_kernel_options.**": _CHUNKED,
     "tiled_mlp.**": placement(),
-    "custom_chat_template": missing("write the template to a file and set model.chat_template", "model.chat_template"),
+    "custom_chat_template": missing(shared.TEMPLATE_FILE, "model.chat_template"),
     "external_lib": missing("install the package; set model.implementation = transformers", "model.implementation"),
     "override_config.attn_implementation": automatic("attention is Hone's own"),
     **each("override_config override_config.**", _OVERRIDE),

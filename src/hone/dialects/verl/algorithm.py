@@ -140,7 +140,11 @@ _VETO = missing("one token does not reject a sample; nearest: algorithm.rejectio
 ALGORITHM: dict[str, Row] = {
     "adv_estimator": by(credit, "algorithm.credit"),
     "norm_adv_by_std_in_grpo": by(lambda job, v: nothing("part of adv_estimator"), "algorithm.credit"),
-    "gamma": to("algorithm.gamma", number),
+    "gamma": when(
+        lambda job: job.get("algorithm.adv_estimator", "gae") in ("gae", "reinforce_plus_plus"),
+        "not read by this estimator",
+        to("algorithm.gamma", number),
+    ),
     "lam": when(uses_critic, shared.NO_CRITIC, to("algorithm.gae_lambda", number)),
     "use_kl_in_reward": by(kl_reward, "algorithm.kl_reward_coef"),
     "kl_penalty": when(

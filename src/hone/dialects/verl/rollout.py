@@ -12,7 +12,11 @@ from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, nothing, placed, 
 from hone.dialects.verl.actor import _MTP, quantised
 from hone.dialects.verl.job import ROLLOUT
 
-samples_evaluation = where(f"{ROLLOUT}.val_kwargs.do_sample")
+
+def samples_evaluation(job: ForeignJob) -> bool:
+    """Whether evaluation is sampled: agent loops, all there is since 0.7, do not read do_sample."""
+    is_sampled = truth(job.get(f"{ROLLOUT}.val_kwargs.do_sample", False)) or job.get(f"{ROLLOUT}.mode") == "async"
+    return is_sampled and number(job.get(f"{ROLLOUT}.val_kwargs.temperature", 0) or 0) > 0
 
 
 def engine_width(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -29,14 +33,15 @@ def engine_name(job: ForeignJob, value: Any) -> KeyVerdict:
 
 def evaluation_temperature(job: ForeignJob, value: Any) -> KeyVerdict:
     if not samples_evaluation(job):
-        return put({"eval.temperature": 0.0}, "greedy: do_sample is false")
-    return put({"eval.temperature": number(job.get(f"{ROLLOUT}.val_kwargs.temperature", 0) or 0)})
+        why = "do_sample is false" if number(job.get(f"{ROLLOUT}.val_kwargs.temperature", 0) or 0) else "temperature 0"
+        return put({"eval.temperature": 0.0}, f"greedy: {why}")
+    return put({"eval.temperature": number(job.get(f"{ROLLOUT}.val_kwargs.temperature"))})
 
 
 def evaluation_samples(job: ForeignJob, value: Any) -> KeyVerdict:
-    if not samples_evaluation(job) or not number(job.get(f"{ROLLOUT}.val_kwargs.temperature", 0) or 0):
-        return nothing("greedy samples are all the same")
-    return put({"eval.samples": whole(value)})
+    return (
+        put({"eval.samples": whole(value)}) if samples_evaluation(job) else nothing("greedy samples are all the same")
+    )
 
 
 _PUBLISHED = automatic("weights are published by the trainer")

@@ -1,0 +1,152 @@
+"""What a command means at the version of its tool, and which version its spelling is of."""
+
+import pytest
+
+from hone.dialects.reading import read_foreign
+from hone.dialects.translate import Imported, translate
+
+VERL = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k.parquet actor_rollout_ref.rollout.n=4 "
+OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d --reward_pretrain r "
+
+
+def imported(text: str, version: str | None = None, name: str = "run.sh") -> Imported:
+    return translate(read_foreign(text, name), version)
+
+
+def settings(found: Imported) -> dict:
+    return {key: value for key, (value, _) in found.settings().items()}
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "temperature", "samples"),
+    [
+        ("0.9.1", "temperature=1.0", 1.0, 16),
+        ("0.6.1", "temperature=1.0", 0.0, None),
+        ("0.6.1", "temperature=1.0 actor_rollout_ref.rollout.mode=async", 1.0, 16),
+        ("0.9.1", "do_sample=True", 0.0, None),
+    ],
+)
+def test_agent_loops_of_verl_sample_evaluation_without_do_sample(version, given, temperature, samples):
+    prefix = "actor_rollout_ref.rollout.val_kwargs."
+    found = settings(imported(f"{VERL}{prefix}{given} {prefix}n=16", version))
+    assert (found["eval.temperature"], found.get("eval.samples")) == (temperature, samples)
+
+
+@pytest.mark.parametrize(
+    ("loss", "version", "given", "expected"),
+    [
+        ("gspo", "0.9.0", "token-mean", "sample_mean"),
+        ("gspo", "0.9.1", "token-mean", "token_mean"),
+        ("gspo", "0.9.1", "seq-mean-token-mean", "sample_mean"),
+        ("sapo", "0.9.1", "token-mean", "sample_mean"),
+        ("geo_mean", "0.9.1", "token-mean", "sample_mean"),
+    ],
+)
+def test_some_losses_of_verl_have_a_mean_of_their_own(loss, version, given, expected):
+    prefix = "actor_rollout_ref.actor."
+    found = settings(imported(f"{VERL}{prefix}policy_loss.loss_mode={loss} {prefix}loss_agg_mode={given}", version))
+    assert found["algorithm.aggregate"] == expected
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("grpo", None), ("rloo", None), ("gae", 0.9), ("reinforce_plus_plus", 0.9)]
+)
+def test_gamma_of_verl_is_read_by_two_estimators(estimator, expected):
+    found = settings(imported(f"{VERL}algorithm.gamma=0.9 algorithm.adv_estimator={estimator}"))
+    assert found.get("algorithm.gamma") == expected
+
+
+def test_a_discount_that_is_not_read_may_be_unknown():
+    found = imported(f"{VERL}algorithm.gamma=$GAMMA algorithm.adv_estimator=grpo")
+    assert not found.gaps
+
+
+@pytest.mark.parametrize(
+    ("given", "version", "kl", "temperature", "aggregate"),
+    [
+        ("vllm_device: auto", "0.16.1", 0.04, 0.9, "token_mean"),
+        ("max_prompt_length: 512", "0.26.2", None, None, "token_mean"),
+        ("max_tool_calling_iterations: 3", "1.16.0", None, None, "token_mean"),
+    ],
+)
+def test_arguments_that_trl_removed_say_its_version(given, version, kl, temperature, aggregate):
+    text = f"model_name_or_path: m\ndataset_name: d\nnum_generations: 8\nuse_vllm: true\n{given}\n"
+    found = imported(text, name="a.yaml")
+    assert found.version == version
+    ours = settings(found)
+    assert (ours.get("algorithm.kl_loss_coef"), ours.get("rollout.temperature")) == (kl, temperature)
+    assert ours["algorithm.aggregate"] == aggregate
+
+
+def test_the_first_loss_of_trl_was_a_mean_of_means():
+    found = settings(imported("model_name_or_path: m\nnum_generations: 8\n", "0.14.0", "a.yaml"))
+    assert found["algorithm.aggregate"] == "sample_mean"
+
+
+def test_no_correction_is_written_where_the_tool_has_none():
+    """`auto` corrects in a cluster, which these tools do not unless asked to."""
+    assert settings(imported(OPENRLHF))["algorithm.correction"] == "none"
+    assert (
+        settings(imported("use_vllm: true\nnum_generations: 8\nvllm_device: auto\n", name="a.yaml"))[
+            "algorithm.correction"
+        ]
+        == "none"
+    )
+    text = "rl_config: {n_samples_per_prompt: 4}\nmegatron_training: {stage: ray_grpo}\n"
+    assert settings(imported(text, name="a.yaml"))["algorithm.correction"] == "none"
+
+
+def test_flags_of_openrlhf_between_two_releases():
+    more = "--prompt_max_len 1024 --generate_max_len 8192 --stop_properly_penalty_coef 0.0"
+    found = imported(f"{OPENRLHF}{more} --enable_vllm_is_correction --vllm_is_truncated_threshold 0.5 5 --use_icepop")
+    assert not found.gaps
+    ours = settings(found)
+    assert (ours["data.max_prompt_tokens"], ours["rollout.max_response_tokens"]) == (1024, 8192)
+    assert (ours["algorithm.correction"], ours["algorithm.correction_high"]) == ("icepop", 5.0)
+
+
+def test_wandb_of_openrlhf_has_a_project_of_its_own():
+    found = imported(f"{OPENRLHF}--use_wandb $WANDB_KEY")
+    assert settings(found)["observe.wandb"] == "openrlhf_train_ppo"
+    assert "observe.wandb" not in settings(imported(OPENRLHF))
+
+
+def test_a_key_written_twice_in_a_foreign_file_counts_once():
+    found = imported("model_name_or_path: m\nnum_generations: 8\nseed: 1\nseed: 2\n", name="a.yaml")
+    assert settings(found)["seed"] == 2
+    assert found.foreign.notes == ("seed is written twice: that of line 4 counts, as in the tool",)
+
+
+OPEN_R1 = """\
+model_name_or_path: m
+dataset_name: org/data
+dataset_prompt_column: problem
+system_prompt: Think.
+num_generations: 8
+overwrite_output_dir: true
+reward_funcs: [accuracy, tag_count]
+eval_strategy: steps
+eval_steps: 100
+save_strategy: STRATEGY
+num_train_epochs: EPOCHS
+parallel_code_exec_per_proc: 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "epochs", "gap"), [("epoch", 1, False), ("epoch", 3, True), ("no", 3, False), ("steps", 3, False)]
+)
+def test_a_recipe_of_a_script_on_trl(strategy, epochs, gap):
+    found = imported(OPEN_R1.replace("STRATEGY", strategy).replace("EPOCHS", str(epochs)), name="a.yaml")
+    ours = settings(found)
+    assert (ours["data.prompt_column"], ours["data.system"]) == ("problem", "Think.")
+    assert (ours["data.eval"], ours["data.eval_split"], ours["eval.every"]) == ("org/data", "test", 100)
+    gaps = {line.key: line.verdict.kind for line in found.gaps}
+    assert gaps == {"reward_funcs": "hole", "parallel_code_exec_per_proc": "hole"} | (
+        {"save_strategy": "hole"} if gap else {}
+    )
+
+
+def test_a_share_of_a_run_of_known_length_is_counted():
+    text = "model_name_or_path: m\nnum_generations: 8\nmax_steps: 250\nsave_steps: 0.1\n"
+    assert settings(imported(text, name="a.yaml"))["checkpoint.every"] == 25
