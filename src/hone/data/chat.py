@@ -6,6 +6,7 @@ character-level one can be built for experiments with randomly initialised model
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -13,7 +14,7 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -153,8 +154,7 @@ class Tokenizer:
             DataError: there is no template, or an argument has the name of one of Transformers' own.
             TemplateRefusal: see there.
         """
-        own = sorted(template_args.keys() & inspect.signature(self.hf.apply_chat_template).parameters.keys())
-        if own:
+        if own := sorted(template_args.keys() & _parameters(type(self.hf).apply_chat_template)):
             raise DataError(f"the chat template has no variable {own[0]}")
         if self.hf.chat_template is None:
             raise DataError(
@@ -180,6 +180,11 @@ class Tokenizer:
             rendered: special tokens in the text were written by a template, and are no characters.
         """
         check_characters(text, self._alphabet, special=self.hf.all_special_tokens if rendered else ())
+
+
+@functools.cache  # a look at a signature takes as long as a template
+def _parameters(function: Callable[..., object]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def check_characters(text: str, alphabet: frozenset[str] | None, *, special: Sequence[str] = ()) -> None:
