@@ -89,7 +89,8 @@ def test_json(run_file, capsys):
     ("key", "said"),
     [
         ("rollout.groupsize", "unknown key. Did you mean rollout.group_size?"),
-        ("reward.components.7.use", "unknown key"),
+        ("reward.components.7.use", "reward.components.7.use: the run file has no such entry"),
+        ("nothing.like.it", "unknown key. The top level has: seed, stages, run"),
         ("lr", "unknown key here. Did you mean train.optimizer.lr or critic.optimizer.lr or sft.optimizer.lr?"),
     ],
 )

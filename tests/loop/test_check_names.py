@@ -52,3 +52,24 @@ def test_a_run_ends_before_an_engine_starts(fused):
     loaded = SimpleNamespace(config=config_of(), run_file=folder.parent / "run.yaml", located=lambda text: text)
     with pytest.raises(DataError, match=REFUSED.format(folder=folder)):
         starting_folder(SimpleNamespace(loaded=loaded, folder=SimpleNamespace(path=folder.parent)))
+
+
+@pytest.mark.parametrize("model", [{"path": "hf"}, {"init": {"model_type": "qwen3", "hidden_size": "wide"}}])
+def test_keys_of_a_model_that_no_class_takes_are_a_problem(tmp_path, model):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3", "hidden_size": "wide"}')
+    report = CheckReport()
+    config = RunConfig.model_validate({"model": model, "data": {"train": "d"}})
+    asyncio.run(check_class(config, tmp_path, None, report))
+    assert not report.not_checked
+    (problem,) = report.problems
+    assert "Field 'hidden_size' expected int, got str (value: 'wide')" in problem
+
+
+def test_a_model_of_the_hub_that_cannot_be_had_now_is_not_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr("hone.run.trial.can_resolve", lambda _: False)
+    report = CheckReport()
+    config = RunConfig.model_validate({"model": {"path": "owner/none-here"}, "data": {"train": "d"}})
+    asyncio.run(check_class(config, tmp_path, None, report))
+    assert not report.problems
+    assert "whether engine and trainer can run the model: model.path: owner/none-here" in report.not_checked[0]

@@ -56,9 +56,9 @@ def explain_key(loaded: Loaded, path: str) -> dict[str, Any]:
     try:
         value = value_at(loaded.config, path)
     except KeyError:
-        value, key = None, None
-    if key is None:
-        raise ConfigError([str(Problem(Where(str(loaded.run_file)), path, unknown_key(path)))])
+        said = unknown_key(path) if key is None else "the run file has no such entry"
+        raise ConfigError([str(Problem(Where(str(loaded.run_file)), path, said))]) from None
+    assert key is not None, "what has a value has a key"
     is_whole_key = key.path == schema.generic(path)
     default = json.loads(json.dumps(key.default, default=list)) if is_whole_key and not key.required else None
     return {

@@ -122,7 +122,10 @@ def unknown_key(path: str) -> str:
     by_name = {key.name: key.path for key in schema.all_keys().values()}
     if close := nearest(name, by_name, cutoff=80):
         return f"unknown key. Did you mean {by_name[close]}?"
-    return f"unknown key. {f'{section} has' if section else 'The top level has'}: {', '.join(here)}"
+    while section and not schema.is_section(section):
+        section = section.rpartition(".")[0]
+    has = f"{section} has" if section else "The top level has"
+    return f"unknown key. {has}: {', '.join(_section(section).model_fields)}"
 
 
 def wrong_value(path: str, got: Any) -> str:

@@ -158,7 +158,11 @@ async def check_class(config: RunConfig, folder: Path, tokenizer: Tokenizer | No
         vocab_size = tokenizer.vocab_size if tokenizer is not None else None
         architecture = starting_architecture(config.model, folder, vocab_size=vocab_size)
     except DataError as error:
-        if not findings.problems:
+        model = config.model
+        is_here = model.path is None or Path(resolve_model(model.path, folder)).is_dir()
+        if not findings.problems and is_here:
+            findings.problems.append(str(error))
+        elif not findings.problems:
             findings.not_checked.append(f"whether engine and trainer can run the model: {error}")
         return
     if tokenizer is not None and (differs := refused_by_tokenizer(architecture, tokenizer)):
