@@ -135,3 +135,39 @@ def test_a_doubling_variable_and_a_recursive_function_end():
     read_script("X=aaaaaaaaaaaaaaaa\n" + 'X="$X$X"\n' * 60 + "run $X")
     read_script("f() { f; f; run a; }\nf")
     read_script("((" * 3000)
+
+
+PLACED = """\
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" >/dev/null 2>&1 && pwd)"
+ROOT=$(cd "$HERE/../.." && pwd)
+run $HERE $ROOT/data $(basename "$0" .sh) $(dirname $(readlink -f "$0")) $(realpath "$0")
+"""
+
+
+def test_a_script_finds_its_own_folder_where_its_place_is_known():
+    found = read_script(PLACED, "examples/scripts/train.sh")[-1].words
+    assert found == ("run", "examples/scripts", "./data", "train", "examples/scripts", "examples/scripts/train.sh")
+    assert words(PLACED.replace("run ", "run x ", 1))[-1][2].startswith("<"), "from standard input it has no place"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("${M//\\//_}", "Qwen_Qwen3_8B"),
+        ("${M/Qwen/x}", "x/Qwen3/8B"),
+        ("${M//Qwen/$N}", "ab/ab3/8B"),
+        ("${M,,}", "qwen/qwen3/8b"),
+        ("${N^^}", "AB"),
+        ("${N^}", "Ab"),
+        ("${M:0:4}", "Qwen"),
+        ("${M:5}", "Qwen3/8B"),
+        ("${#M}", "13"),
+        ("${#L[@]}", "3"),
+        ("${#L[*]}", "3"),
+        ("$((2**10))", "1024"),
+        ("${M//[0-9]/x}", "<${M//[0-9]/x}>"),
+        ("$((2**99))", "<$((2**99))>"),
+    ],
+)
+def test_values_are_cut_and_replaced(written, expected):
+    assert words(f"M=Qwen/Qwen3/8B\nN=ab\nL=(a b c)\nrun {written}")[-1] == ["run", expected]

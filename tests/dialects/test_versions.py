@@ -150,3 +150,56 @@ def test_a_recipe_of_a_script_on_trl(strategy, epochs, gap):
 def test_a_share_of_a_run_of_known_length_is_counted():
     text = "model_name_or_path: m\nnum_generations: 8\nmax_steps: 250\nsave_steps: 0.1\n"
     assert settings(imported(text, name="a.yaml"))["checkpoint.every"] == 25
+
+
+def test_what_is_not_known_of_the_devices_is_one_hole_and_hides_nothing():
+    command = "python3 -m recipe.one_step_off_policy.main_ppo data.train_files=gsm8k.parquet "
+    found = imported(f"{command} actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=grpo trainer.nnodes=$NODES")
+    assert [line.key for line in found.gaps] == ["devices"]
+    assert "set cluster.nodes" in found.gaps[0].verdict.note
+    ours = settings(found)
+    assert (ours["rollout.max_staleness"], ours["cluster.engines.use"]) == (1, "vllm")
+
+
+def test_trl_without_vllm_corrects_nothing_on_several_devices():
+    command = "accelerate launch --num_processes 8 x.py --model_name_or_path m --num_generations 8 --beta $BETA"
+    ours = settings(imported(command))
+    assert (ours["algorithm.correction"], ours["data.chat"]) == ("none", True)
+
+
+def test_openrlhf_corrects_by_its_ppo_loss_only():
+    more = "--vllm_enable_is_correction --vllm_is_truncated_threshold 0.5 5"
+    ppo, gspo = (imported(f"{OPENRLHF}{more} --policy_loss_type {loss}", "0.9.10") for loss in ("ppo", "gspo"))
+    assert (settings(ppo)["algorithm.correction"], settings(gspo)["algorithm.correction"]) == ("tis", "none")
+    line = next(line for line in ppo.lines if "algorithm.correction" in line.verdict.settings)
+    assert "weights below 0.5" in line.verdict.note
+
+
+def test_commas_of_a_list_are_no_part_of_its_names():
+    found = imported('trl grpo --model_name_or_path m --use_peft --lora_target_modules "q_proj", "v_proj"')
+    assert settings(found)["lora.targets"] == ["q_proj", "v_proj"]
+
+
+OF_TRL = """\
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
+config, model = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config()
+config.model_init_kwargs = dict(revision=model.model_revision, dtype=getattr(torch, model.dtype))
+data = load_dataset("org/math", split="train[:5%]")
+GRPOTrainer(model=model.model_name_or_path, args=config, train_dataset=data, reward_funcs=[accuracy_reward])
+"""
+
+
+def test_a_script_of_trl_without_its_command_says_what_to_import():
+    found = {line.key: line.verdict for line in imported(OF_TRL, name="x.py").lines}
+    assert found["GRPOConfig"].kind == "hole"
+    assert "import the command that starts it" in found["GRPOConfig"].note
+    share = found["train_dataset"]
+    assert (share.kind, share.settings["data.train"]) == ("refused", "org/math")
+    assert "data.train_rows" in share.note
+
+
+def test_the_dtype_of_a_model_need_not_be_known():
+    command = "accelerate launch x.py --model_name_or_path m --num_generations 8"
+    found = translate(read_foreign(command, "run.sh", script=lambda path: OF_TRL))
+    assert "model_init_kwargs" not in {line.key for line in found.gaps}

@@ -53,8 +53,9 @@ def import_command(
     """
     if to is not None and to.exists():
         raise typer.BadParameter(f"{to} exists. Name another file, or remove it", param_hint="--to")
-    source = file.name if str(file) != "-" else "stdin"
-    imported = translate(read_foreign(_text(file), source, tool, lambda path: _script(file, path)), version)
+    source, place = (file.name, str(file)) if str(file) != "-" else ("stdin", None)
+    foreign = read_foreign(_text(file), source, tool, lambda path: _script(file, path), place)
+    imported = translate(foreign, version)
     text = run_file_of(imported)
     if to is not None:
         files = {to.with_name(name): content for name, content in imported.foreign.files.items()}

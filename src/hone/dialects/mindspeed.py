@@ -144,12 +144,11 @@ def _whole(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
         yield "loss", nothing(_microbatch_means(job))
     if not job.given(f"{_M}.data_path"):
         yield "data_path", unknown("no data is named")
-    devices = job.get(f"{_R}.actor_resource.num_npus")
-    if devices is not None:
-        count = whole(devices)
+    if job.given(f"{_R}.actor_resource.num_npus"):
+        yield "cluster.engines.use", shared.VLLM
+        count = whole(job.get(f"{_R}.actor_resource.num_npus"))
         per_node = count if count <= 8 else 8 if count % 16 else 16
         yield from shared.cluster(max(1, count // per_node), per_node)
-        yield "cluster.engines.use", shared.VLLM
 
 
 def _optimizer(prefix: str, ours: str) -> dict[str, Row]:

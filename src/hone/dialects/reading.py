@@ -29,7 +29,11 @@ _HYDRA = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/]*([.][\w{}@\-*]+)*=", re.DOTALL)
 
 
 def read_foreign(
-    text: str, source: str, tool: Tool | None = None, script: Callable[[str], str | None] = lambda path: None
+    text: str,
+    source: str,
+    tool: Tool | None = None,
+    script: Callable[[str], str | None] = lambda path: None,
+    path: str | None = None,
 ) -> ForeignRun:
     """Read a foreign file.
 
@@ -38,6 +42,7 @@ def read_foreign(
         tool: the tool; None: recognise it.
         script: text of a file that a command of TRL's names, where it is there: a script that calls the trainer, or
             `--config`.
+        path: where the file is, for a script that looks for its own folder; None: not known.
 
     Raises:
         DialectError: of no tool that is known, or not readable as what it seems to be.
@@ -51,7 +56,7 @@ def read_foreign(
         return _of_tool(_toml(text, source), tool)
     if ending in ("yaml", "yml"):
         return _of_tool(_yaml(text, source, tool), tool)
-    commands = read_script(text)
+    commands = read_script(text, path)
     found = [command for command in map(_recognised, commands) if command is not None]
     found = [command for command in found if tool in (None, command.tool)] or list(_started(commands, script))
     if found:

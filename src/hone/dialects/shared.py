@@ -132,7 +132,7 @@ def adapter(has: Condition) -> Callable[..., Row]:
 def targets(value: Any) -> list[str] | None:
     """Modules with an adapter; None for all linear ones, as is Hone's default."""
     megatron = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-    return None if value in ("all-linear", ["all-linear"], "all", megatron) else names(value)
+    return None if value in ("all-linear", ["all-linear"], "all", megatron) else [n.strip(",") for n in names(value)]
 
 
 def checkpointing() -> Row:

@@ -44,10 +44,11 @@ class ShellCommand:
     """Followed by `&`."""
 
 
-def read_script(text: str) -> list[ShellCommand]:
-    """Commands of a script in order; functions where they are called, both arms of a condition, loops once."""
+def read_script(text: str, path: str | None = None) -> list[ShellCommand]:
+    """Commands of a script in order; functions where they are called, both arms of a condition, loops once. `path` is
+    where the script is, which `$0` stands for."""
     commands: list[ShellCommand] = []
-    _read_all(text, ShellScope({}), 0, commands)
+    _read_all(text, ShellScope({} if path is None else {"0": path, "BASH_SOURCE": [path]}), 0, commands)
     return commands
 
 

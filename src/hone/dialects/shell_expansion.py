@@ -6,10 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from hone.dialects.foreign import OPEN, hole, holes_in
-from hone.dialects.shell_words import bracket_end, hole_end, quoted_end
+from hone.dialects.shell_text import changed, path_of
+from hone.dialects.shell_words import bracket_end, hole_end, quoted_end, tokens_of
 
 MAX_DEPTH = 12
 MAX_CHARS = 1_000_000
@@ -167,17 +167,22 @@ def _dollar(text: str, at: int, scope: ShellScope, depth: int) -> tuple[str, lis
 _CAT = re.compile(r"cat\s*<<-?\s*(['\"]?)(\w+)\1[ \t]*\n(.*?)\n?[ \t]*\2", re.DOTALL)
 
 
+_REDIRECTED = re.compile(r"\s[12&]?>\s*(/dev/null|&[12])(?=\s|$|;)")
+
+
 def _output(command: str, scope: ShellScope, depth: int) -> str:
     """Output of a command, where it follows from its text alone."""
     if command == "pwd":
         return "."
     if (found := _CAT.fullmatch(command)) is not None:
         return found[3] if found[1] else expand_document(found[3], scope)
-    written = re.fullmatch(r"(basename|dirname)\s+([^\s|;&<>()`]+)", command)
-    words = [written[1], *expand(written[2], scope)] if written else []
-    if len(words) == 2 and not _has_holes(words[1]):
-        folder, _, name = words[1].rstrip("/").rpartition("/")
-        return name if words[0] == "basename" else folder or "."
+    tokens = list(tokens_of(_REDIRECTED.sub(" ", command))) if command.count("$(") < MAX_DEPTH else []
+    if tokens and all(token.kind in ("word", "operator") for token in tokens):
+        words = [
+            word for token in tokens for word in (expand(token.text, scope) if token.kind == "word" else [token.text])
+        ]
+        if not any(map(_has_holes, words)) and (path := path_of(words)) is not None:
+            return path
     return hole(f"$({' '.join(command.split())})")
 
 
@@ -194,7 +199,7 @@ def _special(name: str, scope: ShellScope) -> tuple[str, list[str] | None]:
     if name.isdecimal() and name != "0" and scope.arguments is not None:
         number = int(name)
         return (scope.arguments[number - 1] if number <= len(scope.arguments) else ""), None
-    return hole(f"${name}"), None
+    return (str(scope.variables["0"]) if name == "0" and "0" in scope.variables else hole(f"${name}")), None
 
 
 def _variable(name: str, scope: ShellScope) -> tuple[str, list[str] | None]:
@@ -206,11 +211,22 @@ def _variable(name: str, scope: ShellScope) -> tuple[str, list[str] | None]:
     return value, None
 
 
+def _length(inner: str, scope: ShellScope) -> str | None:
+    """`${#x}`, `${#list[@]}`: characters or items."""
+    name = inner.removesuffix("[@]").removesuffix("[*]")
+    value = scope.variables.get(name)
+    if value is None or (isinstance(value, list) == (name == inner)) or _has_holes("".join(value)):
+        return None
+    return str(len(value))
+
+
 _BRACES = re.compile(r"([A-Za-z_]\w*|[0-9@*])(\[[^\]]*\])?(.*)", re.DOTALL)
 
 
 def _braces(inner: str, scope: ShellScope, depth: int) -> tuple[str, list[str] | None]:
     """`${...}`: a variable, its default, an array."""
+    if inner[:1] == "#" and (of_length := _length(inner[1:], scope)) is not None:
+        return of_length, None
     found = _BRACES.fullmatch(inner)
     if found is None or depth > MAX_DEPTH:
         return hole(f"${{{inner}}}"), None
@@ -226,8 +242,10 @@ def _braces(inner: str, scope: ShellScope, depth: int) -> tuple[str, list[str] |
     if index and not rest and isinstance(value, list) and re.fullmatch(r"\[\d{1,4}\]", index):
         number = int(index[1:-1])
         return (value[number] if number < len(value) else ""), None
-    if not index and rest[:1] in ("#", "%") and isinstance(value, str) and len(value) < 4096 and not _has_holes(value):
-        return _without(value, rest), None
+    if not index and isinstance(value, str) and len(value) < 4096 and not _has_holes(value + rest):
+        other = changed(value, rest, lambda text: expand_document(text, scope))
+        if other is not None:
+            return other, None
     if index or (rest and rest[0] not in ":-=?+"):
         return hole(f"${{{inner}}}"), None
     plain, items = _special(name, scope) if is_special else _variable(name, scope)
@@ -252,22 +270,10 @@ def _braces(inner: str, scope: ShellScope, depth: int) -> tuple[str, list[str] |
     return other, None
 
 
-def _without(value: str, operator: str) -> str:
-    """`${x#pattern}`, `##`, `%`, `%%`: without the shortest or the longest start or end that fits."""
-    is_start, is_longest = operator[0] == "#", operator[:2] in ("##", "%%")
-    pattern = operator.lstrip("#%")
-    cuts = range(len(value) + 1) if is_start != is_longest else range(len(value), -1, -1)
-    for cut in cuts:
-        part, left = (value[:cut], value[cut:]) if is_start else (value[cut:], value[:cut])
-        if fnmatchcase(part, pattern):
-            return left
-    return value
-
-
 # ---- arithmetic
 
 
-_ALLOWED = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+_ALLOWED = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
 
 
 def _arithmetic(text: str, scope: ShellScope, depth: int) -> str:
@@ -298,6 +304,10 @@ def _number(node: ast.expr, depth: int) -> int:
             value = left - right
         elif isinstance(node.op, ast.Mult):
             value = left * right
+        elif isinstance(node.op, ast.Pow):
+            if not 0 <= right < 64 or abs(left) > 1 << 32:
+                raise ValueError("too large")
+            value = left**right
         elif isinstance(node.op, ast.Mod):
             value = abs(left) % abs(right) * (1 if left >= 0 else -1)
         else:

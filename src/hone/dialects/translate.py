@@ -219,7 +219,8 @@ def _whole(job: ForeignJob, dialect: Dialect) -> Iterator[tuple[str, KeyVerdict]
     try:
         yield from dialect.whole(job)
     except (UnknownValue, ValueError) as error:
-        yield "placement", KeyVerdict("hole", {}, f"placement: {error}")
+        why = f"unknown without running the script: {error}" if isinstance(error, UnknownValue) else str(error)
+        yield "devices", unknown(f"{why}: set cluster.nodes and cluster.devices_per_node")
 
 
 def _line(job: ForeignJob, dialect: Dialect, key: str, value: Any, line: int | None) -> Line:

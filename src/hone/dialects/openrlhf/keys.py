@@ -272,7 +272,7 @@ RENAMED = {
     "best_metric_key": "ckpt.best_metric_key",
     "logging_steps": "logger.logging_steps",
     "colocate_all_models": "train.colocate_all",
-    "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
+    **dict.fromkeys(("enable_vllm_is_correction", "vllm_enable_is_correction"), "algo.advantage.is_correction_enable"),
     "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
     "use_icepop": "algo.advantage.use_icepop",
     "vllm_is_correction_type": "algo.advantage.is_correction_type",

@@ -107,9 +107,14 @@ def correction_level(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def _corrected(job: ForeignJob, kind: str) -> KeyVerdict:
+    if job.get("actor.policy_loss_type", "ppo") != "ppo":
+        return put({"algorithm.correction": "none"}, "only read with policy_loss_type = ppo")
     bounds = numbers(job.get("algo.advantage.is_correction_threshold", [0.5, 5.0]))
     low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
-    return put({"algorithm.correction": kind, "algorithm.correction_low": low, "algorithm.correction_high": high})
+    settings: dict[str, Any] = {"algorithm.correction": kind, "algorithm.correction_high": high}
+    if kind == "tis":
+        return put(settings, f"weights below {low} are raised to it in OpenRLHF, and kept here" if low else "")
+    return put(settings | {"algorithm.correction_low": low})
 
 
 def filter_range(job: ForeignJob, value: Any) -> KeyVerdict:

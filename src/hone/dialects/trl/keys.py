@@ -11,7 +11,7 @@ from hone.dialects.shared import LOGGING, MEMORY, RESUME
 from hone.dialects.trl import rules
 from hone.dialects.trl.rules import OPTIMIZER
 from hone.dialects.values import number, pair, positive, text, truth, whole
-from hone.dialects.verdict import Dialect, Row, nothing, put
+from hone.dialects.verdict import Dialect, Row, nothing, put, unknown
 
 _EVALUATES = "data.eval and eval.every"
 _BATCHING = automatic("continuous batching, always")
@@ -34,7 +34,7 @@ MODEL: dict[str, Row] = {
         ),
     ),
     "attn_implementation": automatic("attention is Hone's own"),
-    "model_init_kwargs": by(rules.model_arguments, "model.path"),
+    "model_init_kwargs": rules.MODEL_ARGUMENTS,
     "cast_lm_head_to_fp32": automatic("logits are float32"),
     "disable_dropout": automatic("models train without dropout"),
     "router_aux_loss_coef": missing(shared.NO_AUX_LOSS, "algorithm.load_balancing_coef"),
@@ -218,7 +218,7 @@ TRAINER: dict[str, Row] = {
     "env": automatic(shared.RUNTIME),
     "accelerator_config": placement("of the launcher"),
     "parallelism_config": placement("cluster.trainer"),
-    "GRPOConfig": rewritten("of the script's command line: import the command that starts it", off=()),
+    "GRPOConfig": Row("hole", (), lambda job, value: unknown(rules.OF_COMMAND), rules.OF_COMMAND),
     "use_cpu": to("run.device", lambda value: "cpu" if truth(value) else None),
     "local_rank": automatic("of the launcher: `hone train` starts its processes itself"),
 }

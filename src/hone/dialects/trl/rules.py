@@ -324,13 +324,13 @@ def mixture(job: ForeignJob, value: Any) -> KeyVerdict:
 def _sources(entries: list[dict[str, Any]], key: str, split_key: str) -> KeyVerdict:
     """Entries of what `load_dataset` takes: `path`, `name`, `data_files`, `data_dir` and `split`."""
     paths: list[tuple[str, str | None]] = []
-    rows = ""
+    rows = share = ""
     for one in entries:
         if one.get("data_dir"):
             return refused(f"data_dir: name the files in {key}")
         split, _, rows = str(one.get("split", "train") or "").partition("[")
         if rows and (len(entries) > 1 or not re.fullmatch(r":\d+\]", rows)):
-            return refused(f"a share of a split ({one['split']}): give rows in {key}_rows; nearest: the whole split")
+            share, rows = f"a share of a split ({one['split']}): give rows in {key}_rows; nearest: the whole split", ""
         files = one.get("data_files")
         if isinstance(files, dict):
             files = files.get(split)
@@ -342,10 +342,13 @@ def _sources(entries: list[dict[str, Any]], key: str, split_key: str) -> KeyVerd
             paths.append((f"{one['path']}:{one['name']}" if one.get("name") else str(one["path"]), split or None))
     splits = {split for _, split in paths} - {None}
     if len(splits) > 1:
-        return put({key: [{"path": path} | ({"split": split} if split else {}) for path, split in paths]})
+        settings = {key: [{"path": path} | ({"split": split} if split else {}) for path, split in paths]}
+        return KeyVerdict("refused", settings, share) if share else put(settings)
     settings: dict[str, Any] = {key: paths[0][0] if len(paths) == 1 else [path for path, _ in paths]}
     if splits:
         settings[split_key] = splits.pop()
+    if share:
+        return KeyVerdict("refused", settings, share)
     return put(settings | ({f"{key}_rows": f"0{rows[:-1]}"} if rows else {}))
 
 
@@ -410,15 +413,25 @@ def engine(key: str, convert=whole) -> Row:
     return when(uses_vllm, "only with use_vllm", row)
 
 
-def model_arguments(job: ForeignJob, value: Any) -> KeyVerdict:
-    ours = ("attn_implementation", "torch_dtype", "dtype", "use_cache", "device_map", "low_cpu_mem_usage")
-    given = {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else {}
-    if given.get("trust_remote_code") is True:
-        return put({"model.trust_remote_code": True})
-    others = [name for name in given if name not in (*ours, "trust_remote_code")]
-    if others or (value and not isinstance(value, dict)):
-        return refused(f"arguments of the model's class ({', '.join(others) or value}): edit its config.json")
-    return nothing("kernels and dtypes are Hone's own")
+OF_COMMAND = "of the script's command line: import the command that starts it"
+_HONES_OWN = ("attn_implementation", "torch_dtype", "dtype", "use_cache", "device_map", "low_cpu_mem_usage")
+
+
+def _model_arguments(job: ForeignJob, value: Any) -> KeyVerdict:
+    if not isinstance(value, dict):
+        value = job.plain(value)
+    if value and not isinstance(value, dict):
+        return refused(f"arguments of the model's class ({value}): edit its config.json")
+    others = job.plain({name: one for name, one in (value or {}).items() if one is not None and name not in _HONES_OWN})
+    trusts = truth(others.pop("trust_remote_code", False))
+    if others.get("revision") == "main":
+        del others["revision"]
+    if others:
+        return refused(f"arguments of the model's class ({', '.join(others)}): edit its config.json")
+    return put({"model.trust_remote_code": True}) if trusts else nothing("kernels and dtypes are Hone's own")
+
+
+MODEL_ARGUMENTS = Row("mapped", ("model.path",), _model_arguments)
 
 
 # ---- the command as a whole
@@ -452,21 +465,20 @@ RLOO = {"algorithm.credit": "leave_one_out", "algorithm.aggregate": "fixed_lengt
 
 
 def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
-    if (
-        not is_rloo(job) and job.get("loss_type") is None
-    ):  # of versions before the argument: 0.14, and 0.16 with epsilon
-        kind = "token_mean" if "epsilon" in job.defaults else "sample_mean"
-        yield "aggregate", default({"algorithm.aggregate": kind}, "TRL's loss at this version")
-    if uses_vllm(job) and job.get("vllm_importance_sampling_correction") is None:
-        yield "correction", shared.NO_CORRECTION
     if is_rloo(job):
         yield "RLOO", default(RLOO, "each sample against its siblings; the ratio is the sequence's")
     else:
         yield "std_floor", default({"algorithm.std_floor": 1e-4}, "TRL adds 1e-4 to the standard deviation")
-    if number(job.get("beta", 0.0)) > 0:
+        if "loss_type" not in {**job.defaults, **job.values}:  # before the argument: 0.14, and 0.16, which has epsilon
+            kind = "token_mean" if "epsilon" in job.defaults else "sample_mean"
+            yield "aggregate", default({"algorithm.aggregate": kind}, "TRL's loss at this version")
+    if job.is_hole("beta") or number(job.get("beta", 0.0)) > 0:
         yield "kl_clip", default({"algorithm.kl_clip": None}, "TRL's KL of a token has no bound")
     for keys, why in IN_THE_CALL.items():
         if not any(job.given(key) for key in keys):
             yield keys[0], unknown(why)
     yield "data.chat", default({"data.chat": True}, "prompts are messages; without a template for plain text: false")
+    corrects = uses_vllm(job) and "vllm_importance_sampling_correction" in {**job.defaults, **job.values}
+    if not corrects and (uses_vllm(job) or processes(job) > 1):  # where `auto` would correct
+        yield "correction", shared.NO_CORRECTION
     yield from shared.cluster(1, processes(job))

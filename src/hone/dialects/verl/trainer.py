@@ -80,11 +80,11 @@ def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
     yield "data.chat", default({"data.chat": True}, "verl's prompts are messages")
     yield "kl clamp", nothing("verl clamps low_var_kl at +-10, as algorithm.kl_clip does by default")
     yield "precision", default({"run.precision": "bfloat16"}, "verl computes in bfloat16")
-    yield from _placed(job)
     if not job.given(f"{ROLLOUT}.name"):
         yield "engine", shared.VLLM
     if is_asynchronous(job) and not job.given("async_training.staleness_threshold"):
         yield "program", put({"rollout.max_staleness": 1}, "sampling overlaps training")
+    yield from _placed(job)
 
 
 def _placed(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
