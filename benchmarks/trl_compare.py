@@ -5,7 +5,8 @@
     python -m benchmarks.trl_compare --sides hone,bare              # needs no TRL; about 4 minutes
 
 All sides start from one warmed-up model directory and take the same prompts in the same order, 32 x 8 samples a step,
-with the same reward, learning rate, clip and loss, in bfloat16 on two threads (`trl/cases.py`). `best` is the fastest
+with the same reward, learning rate, clip and loss, on two threads (`trl/cases.py`), in bfloat16 unless `--precision`
+says float32, which is faster on CPUs without instructions for bfloat16. `best` is the fastest
 setting of TRL that we found, `newcomer` what the documentation's first example leads to, and `bare` the same update
 in plain PyTorch with no product around it (`trl/bare.py`). Each run is a process of its own, and the sides take turns.
 TRL lives in `.venv-trl`, made on the first call that asks for it.
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--sides", type=sides_of, default=SIDES, help=f"some of {','.join(SIDES)}")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "trl")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     has_trl = not TRL_SIDES.isdisjoint(options.sides)
@@ -139,12 +141,15 @@ def run_trl(
 ) -> Outcome:
     command = [VENV / "bin" / "python", TRL / "run_trl.py", "--case", name, "--model", model, "--prompts", prompts]
     command += ["--settings", side, "--seed", str(seed), "--steps", str(steps), "--threads", str(options.threads)]
+    if side == "best":
+        command += ["--set", json.dumps({"bf16": options.precision == "bfloat16"})]
     return clocked(name, f"TRL {side}", seed, command, options.folder / f"log-{side}-{name}-{seed}.txt")
 
 
 def run_bare(name: str, model: Path, prompts: Path, seed: int, steps: int, options: argparse.Namespace) -> Outcome:
     command = [sys.executable, TRL / "bare.py", "--case", name, "--model", model, "--prompts", prompts]
     command += ["--seed", str(seed), "--steps", str(steps), "--threads", str(options.threads)]
+    command += ["--precision", options.precision]
     return clocked(name, "bare loop", seed, command, options.folder / f"log-bare-{name}-{seed}.txt")
 
 
@@ -167,7 +172,7 @@ def run_hone(name: str, model: Path, prompts: Path, seed: int, steps: int, optio
     run_file = folder / f"hone-{name}-{seed}.yaml"
     run_dir = folder / f"hone-{name}-{seed}"
     tree = hone_run(CASES[name], model, prompts, run_dir, seed, steps)
-    tree["run"]["threads"] = options.threads
+    tree["run"] |= {"threads": options.threads, "precision": options.precision}
     run_file.write_text(json.dumps(tree, indent=1))  # is YAML too
     log = folder / f"log-hone-{name}-{seed}.txt"
     peak_rss_gib = run_measured([sys.executable, TRL / "run_hone.py", run_file], log)

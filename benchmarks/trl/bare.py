@@ -34,9 +34,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Qwen3:
-    """A Qwen3 model on a flat list of tokens, bfloat16, with float32 master weights."""
+    """A Qwen3 model on a flat list of tokens, with float32 master weights."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         config = json.loads((folder / "config.json").read_text())
         self.layers, self.heads, self.head_dim = (
             config[key] for key in ("num_hidden_layers", "num_attention_heads", "head_dim")
@@ -48,11 +48,13 @@ class Qwen3:
             stored[f"{i}.qkv"] = torch.cat([stored.pop(f"{attention}.{part}_proj.weight") for part in "qkv"])
             stored[f"{i}.gate_up"] = torch.cat([stored.pop(f"{mlp}.{part}_proj.weight") for part in ("gate", "up")])
         self.master = {name: value.requires_grad_() for name, value in stored.items() if name != "lm_head.weight"}
-        self.weights = {name: value.detach().bfloat16().requires_grad_() for name, value in self.master.items()}
+        self.weights = {
+            name: value.detach().to(dtype, copy=True).requires_grad_() for name, value in self.master.items()
+        }
         theta = config["rope_parameters"]["rope_theta"]
         inverse = theta ** -(torch.arange(0, self.head_dim, 2) / self.head_dim)
         angle = torch.arange(config["max_position_embeddings"])[:, None] * inverse
-        self.cos, self.sin = (x.repeat(1, 2).bfloat16()[:, None] for x in (angle.cos(), angle.sin()))
+        self.cos, self.sin = (x.repeat(1, 2).to(dtype)[:, None] for x in (angle.cos(), angle.sin()))
 
     def __call__(self, tokens_X: Tensor, position_X: Tensor, attend: Attend) -> Tensor:
         """(X, h) final hidden states."""
@@ -96,7 +98,8 @@ def causal(size: int, before: int = 0) -> Tensor:
 def sample(model: Qwen3, prompt_NP: Tensor, max_tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """(ROWS, L) tokens, and how many of each row are its response, its EOS included."""
     num_prompts, width = prompt_NP.shape
-    cache = torch.empty(model.layers, 2, ROWS, model.heads, width + max_tokens, model.head_dim, dtype=torch.bfloat16)
+    shape = (model.layers, 2, ROWS, model.heads, width + max_tokens, model.head_dim)
+    cache = torch.empty(shape, dtype=model.cos.dtype)
 
     def prefill(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.view(num_prompts, width, model.heads, -1).transpose(1, 2) for x in (q, k, v))
@@ -173,10 +176,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(options.seed)
-    model, case = Qwen3(options.model), CASES[options.case]
+    model, case = Qwen3(options.model, getattr(torch, options.precision)), CASES[options.case]
     master, weights = list(model.master.values()), list(model.weights.values())
     optimizer = torch.optim.AdamW(master, LEARNING_RATE, betas=BETAS, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.steps)
