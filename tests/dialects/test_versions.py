@@ -203,3 +203,70 @@ def test_the_dtype_of_a_model_need_not_be_known():
     command = "accelerate launch x.py --model_name_or_path m --num_generations 8"
     found = translate(read_foreign(command, "run.sh", script=lambda path: OF_TRL))
     assert "model_init_kwargs" not in {line.key for line in found.gaps}
+
+
+PRIME_RL = """\
+max_steps = 20
+[model]
+name = "m"
+[orchestrator]
+batch_size = 128
+group_size = 16
+[trainer.optim]
+lr = 3e-6
+betas1 = 0.8
+[trainer.loss]
+LOSS
+[trainer.scheduler]
+type = "linear"
+warmup_steps = 5
+"""
+
+
+def test_the_loss_of_prime_rl_is_written_out():
+    ours = settings(imported(PRIME_RL.replace("LOSS", "dppo_mask_high = 0.3"), name="rl.toml"))
+    assert (ours["algorithm.clip"], ours["algorithm.old_logprobs"]) == ("tv_mask", "sampler")
+    assert (ours["algorithm.credit"], ours["algorithm.aggregate"]) == ("group_mean", "token_mean")
+    assert (ours["algorithm.clip_high"], ours["rollout.max_staleness"]) == (0.3, 1)
+    assert ours["train.optimizer.betas"] == [0.8, 0.999]
+    assert (ours["train.optimizer.schedule"], ours["train.optimizer.warmup_steps"]) == ("linear", 5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "refused"), [("kl_tau = 0.001", False), ("kl_tau = 0.1", True), ("token_mask_low = 0.5", True)]
+)
+def test_another_loss_of_prime_rl_is_no_placement(loss, refused):
+    found = imported(PRIME_RL.replace("LOSS", loss), name="rl.toml")
+    kinds = {line.key: line.verdict.kind for line in found.lines}
+    assert (kinds[f"trainer.loss.{loss.split()[0]}"] == "refused") == refused
+
+
+@pytest.mark.parametrize(
+    ("groups", "nodes", "per_node"),
+    [
+        ("--actor_num_gpus_per_node 4 --ref_num_gpus_per_node 4 --colocate_actor_ref --vllm_num_engines 4", 1, 8),
+        ("--actor_num_gpus_per_node 4 --colocate_actor_ref --vllm_num_engines 2", 1, 6),
+        ("--actor_num_nodes 4 --actor_num_gpus_per_node 8 --colocate_actor_ref --vllm_num_engines 8", 5, 8),
+    ],
+)
+def test_groups_that_fit_one_machine_are_on_one(groups, nodes, per_node):
+    command = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d --remote_rm_url r.py"
+    ours = settings(imported(f"{command} --advantage_estimator rloo --n_samples_per_prompt 4 {groups}"))
+    assert (ours["cluster.nodes"], ours["cluster.devices_per_node"]) == (nodes, per_node)
+
+
+def test_a_comment_that_ends_a_command_is_named():
+    text = f"{VERL}\\\n  # the model \\\n  actor_rollout_ref.model.path=m \\\n  data.seed=3\n"
+    found = imported(text)
+    assert "data.seed" not in {line.key for line in found.keys}
+    assert found.foreign.notes == (
+        "line 3: arguments without a program, which no command gets: a comment or a line without \\ ends the one above",
+    )
+    alone = imported("actor_rollout_ref.model.path=m data.seed=3")
+    assert (settings(alone)["seed"], alone.foreign.notes) == (3, ())
+
+
+def test_a_key_that_becomes_nothing_is_not_called_mapped():
+    found = imported("model_name_or_path: m\nnum_generations: 8\nmax_steps: -1\n", name="a.yaml")
+    line = next(line for line in found.keys if line.key == "max_steps")
+    assert (line.verdict.kind, line.verdict.note) == ("automatic", "off")

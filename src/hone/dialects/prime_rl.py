@@ -52,6 +52,45 @@ def _ratios(job: ForeignJob, value: Any) -> KeyVerdict:
     )
 
 
+_MASK: dict[str, Any] = {
+    "algorithm.clip": "tv_mask",
+    "algorithm.old_logprobs": "sampler",
+    "algorithm.aggregate": "token_mean",
+}
+"""The default loss: DPPO's mask by total variation against the sampler, a mean over all tokens."""
+_LOSS = "trainer.loss"
+_PULL = "a square of the log ratio to the sampler"
+
+
+def _pull(job: ForeignJob, value: Any) -> KeyVerdict:
+    if number(value) > 1e-3:
+        return refused(f"{_PULL}; nearest: a smaller algorithm.clip_low and clip_high")
+    return nothing(f"{_PULL}: left out, the mask bounds the change" if value else "off")
+
+
+_FLOOR = shared.floor("trainer.optim.lr", "train.optimizer.final_lr_frac")
+_LOSS_ROWS: dict[str, Row] = {
+    f"{_LOSS}.type": table({"default": _MASK}, "algorithm.clip", nearest="default"),
+    f"{_LOSS}.dppo_mask_low": to("algorithm.clip_low", number, "of the probability"),
+    f"{_LOSS}.dppo_mask_high": to("algorithm.clip_high", number, "of the probability"),
+    f"{_LOSS}.kl_tau": by(_pull),
+    f"{_LOSS}.adv_tau": missing("advantages are not scaled: scale the rewards", off=(1, None)),
+    f"{_LOSS}.**": missing("of another loss than the default one", "algorithm.clip"),
+    "trainer.scheduler.type": table(
+        {name: name for name in ("constant", "linear", "cosine")}, "train.optimizer.schedule", nearest="cosine"
+    ),
+    "trainer.scheduler.warmup_steps": to("train.optimizer.warmup_steps", positive),
+    "trainer.scheduler.decay_steps": missing("a schedule ends with the run; nearest: leave it out"),
+    "trainer.scheduler.min_lr": _FLOOR,
+    **each(
+        "trainer.optim.betas1 trainer.optim.betas2",
+        shared.several("train.optimizer.betas", ("trainer.optim.betas1", 0.9), ("trainer.optim.betas2", 0.999)),
+    ),
+    **each(
+        "max_async_level trainer.max_async_level orchestrator.max_async_level",
+        to("rollout.max_staleness", whole, "policy updates"),
+    ),
+}
 _SOURCE_NAME = r"^orchestrator\.train\.(source|env)\[\d*\]\.name$"
 
 ROWS: dict[str, Row] = {
@@ -103,6 +142,7 @@ ROWS: dict[str, Row] = {
     "trainer.optim.lr": to("train.optimizer.lr", number),
     "trainer.optim.weight_decay": to("train.optimizer.weight_decay", number),
     "trainer.optim.max_norm": to("train.optimizer.grad_clip", number),
+    **_LOSS_ROWS,
     "trainer.optim.type": missing(shared.ADAMW, "train.optimizer.lr", off=("adamw",)),
     "trainer.model.cp": shared.width("cluster.trainer.sequence_parallel"),
     "trainer.model.tp": shared.width("cluster.trainer.tensor_parallel"),
@@ -147,7 +187,12 @@ ROWS: dict[str, Row] = {
     "data.**": missing("data of fine-tuning: data.train and stages: [sft]", "data.train", off=()),
     "optim.**": missing("of fine-tuning: sft.optimizer and stages: [sft]", "sft.optimizer.lr", off=()),
 }
-WRITTEN = ("orchestrator.group_size", "orchestrator.batch_size", "max_steps")
+WRITTEN = (
+    *("orchestrator.group_size", "orchestrator.batch_size", "orchestrator.algo.type", "max_async_level", "max_steps"),
+    *(f"{_LOSS}.{name}" for name in ("type", "dppo_mask_low", "dppo_mask_high", "kl_tau")),
+    *(f"trainer.optim.{name}" for name in ("lr", "weight_decay", "betas2", "max_norm")),
+    "trainer.scheduler.type",
+)
 
 
 def _program(foreign: ForeignRun) -> str | None:

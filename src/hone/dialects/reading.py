@@ -57,10 +57,10 @@ def read_foreign(
     if ending in ("yaml", "yml"):
         return _of_tool(_yaml(text, source, tool), tool)
     commands = read_script(text, path)
-    found = [command for command in map(_recognised, commands) if command is not None]
+    found, notes = _named(commands)
     found = [command for command in found if tool in (None, command.tool)] or list(_started(commands, script))
     if found:
-        chosen = _chosen(found, source, services_of(commands))
+        chosen = _chosen(found, source, services_of(commands), notes)
         return _with_script(_with_configuration(chosen, script), script)
     try:
         return _of_tool(_yaml(text, source, tool), tool)
@@ -78,12 +78,25 @@ def _of_tool(foreign: ForeignRun, tool: Tool | None) -> ForeignRun:
     return foreign
 
 
-def _chosen(found: list[ForeignRun], source: str, services: tuple[ForeignService, ...]) -> ForeignRun:
+def _named(commands: list[ShellCommand]) -> tuple[list[ForeignRun], tuple[str, ...]]:
+    """Commands of a tool; arguments without a program count where there is nothing else, as on standard input."""
+    found = [(command, run) for command in commands if (run := _recognised(command)) is not None]
+    stray = [command for command, _ in found if _HYDRA.match(command.words[0]) or command.words[0].startswith("-")]
+    named = [run for command, run in found if command not in stray]
+    if not named:
+        return [run for _, run in found], ()
+    why = "arguments without a program, which no command gets: a comment or a line without \\ ends the one above"
+    return named, tuple(f"line {command.line}: {why}" for command in stray)
+
+
+def _chosen(
+    found: list[ForeignRun], source: str, services: tuple[ForeignService, ...], notes: tuple[str, ...]
+) -> ForeignRun:
     """The first command that trains by RL, else the first."""
     best = min(found, key=lambda command: (not _is_rl(command.program), command.line or 0))
     others = [f"line {command.line}: {command.program}" for command in found if command is not best]
-    notes = (f"the file has {len(found)} commands; read the one of line {best.line}, and not {', '.join(others)}",)
-    return replace(best, source=source, notes=notes if others else (), services=services)
+    which = f"the file has {len(found)} commands; read the one of line {best.line}, and not {', '.join(others)}"
+    return replace(best, source=source, notes=(*((which,) if others else ()), *notes), services=services)
 
 
 def _started(commands: Iterable[ShellCommand], script: Callable[[str], str | None]) -> Iterator[ForeignRun]:

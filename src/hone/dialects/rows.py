@@ -43,7 +43,9 @@ def to(key: str, convert: Callable[[Any], Any], note: str = "", kind: Kind = "ma
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
         plain = job.plain(value)
         converted = None if plain is None else convert(plain)
-        return KeyVerdict(kind, {}, "none set") if converted is None else KeyVerdict(kind, {key: converted}, note)
+        if converted is None:
+            return nothing("none set") if kind == "mapped" else KeyVerdict(kind, {}, "none set")
+        return KeyVerdict(kind, {key: converted}, note)
 
     return Row(kind, (key,), read, note)
 

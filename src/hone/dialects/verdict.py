@@ -31,8 +31,8 @@ class KeyVerdict:
 
 
 def put(settings: Mapping[str, Any], note: str = "") -> KeyVerdict:
-    """Mapped to keys of ours."""
-    return KeyVerdict("mapped", settings, note)
+    """Mapped to keys of ours; to none of them: nothing to be done."""
+    return KeyVerdict("mapped", settings, note) if settings else nothing(note or "as here")
 
 
 def default(settings: Mapping[str, Any], note: str) -> KeyVerdict:

@@ -72,8 +72,22 @@ MINDSPEED: Defaults = {
     "rl_config.n_samples_per_prompt": 1,
 }
 """Of its classes `RLConfig` and `MegatronConfig`; the tool is not released as a wheel."""
-PRIME: Defaults = {"orchestrator.group_size": 1}
-"""Only what the tables ask for; the tool is not released as a wheel."""
+PRIME: Defaults = {
+    "orchestrator.group_size": 1,
+    "orchestrator.algo.type": "grpo",
+    "max_async_level": 1,
+    "trainer.loss.type": "default",
+    "trainer.loss.dppo_mask_low": 0.2,
+    "trainer.loss.dppo_mask_high": 0.2,
+    "trainer.loss.kl_tau": 1e-3,
+    "trainer.optim.lr": 1e-6,
+    "trainer.optim.weight_decay": 0.01,
+    "trainer.optim.betas1": 0.9,
+    "trainer.optim.betas2": 0.999,
+    "trainer.optim.max_norm": 1.0,
+    "trainer.scheduler.type": "constant",
+}
+"""Of its classes `TrainerConfig`, `DefaultLossConfig` and `AdamWConfig`; the tool is not released as a wheel."""
 
 NANOCHAT: Defaults = {
     "device_batch_size": 8,

@@ -301,7 +301,10 @@ def _placed(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
         return
     pools = _pools(job)
     total = sum(pool["devices"] for pool in pools.values())
-    yield from shared.cluster(-(-total // per_node), per_node, pools)
+    if total <= 8:  # groups that fit one machine are there, as Ray packs them
+        yield from shared.cluster(1, total, pools)
+        return
+    yield from shared.cluster(-(-total // max(8, per_node)), max(8, per_node), pools)
 
 
 def _pools(job: ForeignJob) -> dict[str, Any]:

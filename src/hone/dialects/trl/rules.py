@@ -108,7 +108,9 @@ def in_updates(key: str, convert=whole) -> Row:
 
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
         steps = None if value is None else convert(value)
-        return put({} if steps is None else {key: updates(job, steps)}, "optimizer steps to policy updates")
+        if steps is None:
+            return nothing("off")
+        return put({key: updates(job, steps)}, "optimizer steps to policy updates")
 
     return by(read, key)
 
