@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 Config = str | Path | Mapping[str, Any]
 """A run file, a run's folder (with the settings that the run was started with), or the content of a run file."""
+Rewards = Callable[..., Any] | Sequence[Callable[..., Any]]
+"""One reward function, or several."""
 Data = str | Path | Iterable[Mapping[str, Any]]
 """A file, the name of a Hugging Face dataset, or the rows themselves: a list, a `datasets.Dataset`."""
 
@@ -66,7 +68,7 @@ class Run:
 def train(
     config: Config,
     *,
-    rewards: Sequence[Callable[..., Any]] | None = None,
+    rewards: Rewards | None = None,
     train: Data | None = None,
     eval: Data | None = None,
     callbacks: Sequence[OnMetrics] = (),
@@ -79,8 +81,9 @@ def train(
 
     Args:
         config: a run file, a run's folder or a dictionary; relative paths in a dictionary start at the current folder.
-        rewards: functions in place of `reward.components`, in Hone's form or TRL's. One that can be imported runs in a
-            process that is killed when it hangs; one defined in a notebook or a script runs on a thread of this one.
+        rewards: functions, or one, in place of `reward.components`, in Hone's form or TRL's. One that can be imported
+            runs in a process that is killed when it hangs; one defined in a notebook or a script runs on a thread of
+            this one.
         train: prompts in place of `data.train`.
         eval: prompts in place of `data.eval`.
         callbacks: called with each line of metrics, a dictionary as in `Run.metrics`.
@@ -112,7 +115,7 @@ def train(
 def check(
     config: Config,
     *,
-    rewards: Sequence[Callable[..., Any]] | None = None,
+    rewards: Rewards | None = None,
     train: Data | None = None,
     eval: Data | None = None,
 ) -> CheckReport:
@@ -127,24 +130,28 @@ def check(
             return _outside_of_loop(lambda: assemble.check_run(loaded), threading.Event())
     except ConfigError as error:
         return CheckReport(problems=error.problems)
+    except DataError as error:
+        return CheckReport(problems=[str(error)])
 
 
 @contextmanager
-def _loaded(
-    config: Config, rewards: Sequence[Callable[..., Any]] | None, train: Data | None, eval: Data | None
-) -> Iterator[Loaded]:
+def _loaded(config: Config, rewards: Rewards | None, train: Data | None, eval: Data | None) -> Iterator[Loaded]:
     """The resolved config with the Python objects; inside, functions of this process are found by name."""
     sections, source, run_file = _sections(config)
     functions: dict[str, Callable[..., Any]] = {}
     if rewards is not None:
-        components = [_component(function, functions) for function in rewards]
-        sections["reward"] = {**sections.get("reward", {}), "components": components}
+        components: list[dict[str, Any]] = []
+        for function in [rewards] if callable(rewards) else rewards:
+            components.append(_component(function, components, functions))
+        sections["reward"] = {**_section(sections, "reward", source), "components": components}
     data = {part: given for part, given in (("train", train), ("eval", eval)) if given is not None}
     named = {part: _place(given) for part, given in data.items() if isinstance(given, str | Path)}
     rows = {part: _jsonl(given, part) for part, given in data.items() if not isinstance(given, str | Path)}
 
     def load(places: Mapping[str, str]) -> Loaded:
-        changed = {**sections, "data": {**sections.get("data", {}), **named, **places}} if data else sections
+        changed = sections
+        if data:
+            changed = {**sections, "data": {**_section(sections, "data", source), **named, **places}}
         return load_mapping(changed, source=source, run_file=run_file)
 
     token = GIVEN.set(functions)
@@ -167,20 +174,46 @@ def _sections(config: Config) -> tuple[dict[str, Any], str, Path]:
     return settings, str(folder.run_yaml), folder.run_file
 
 
-def _component(function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    """A reward's entry in `reward.components`; `functions` gets those that only this process has."""
+def _section(sections: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
+    """A section that Python objects become part of. Raises ConfigError where it is none."""
+    section = sections.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError([f"{source}  {name}: must be a mapping from keys to values (got {type(section).__name__})"])
+    return section
+
+
+def _component(
+    function: Callable[..., Any], others: Sequence[Mapping[str, Any]], functions: dict[str, Callable[..., Any]]
+) -> dict[str, Any]:
+    """A reward's entry in `reward.components`, after the `others`; `functions` gets those that only this process has.
+
+    Raises ConfigError for what is no function.
+    """
+    if not callable(function):
+        raise ConfigError(
+            [
+                f"rewards.{len(others)}: must be a function (got {function!r:.60}). Rewards that have a name or a file "
+                "stand in reward.components of the config"
+            ]
+        )
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
     file = getattr(module, "__file__", None) or ""
     is_importable = module is not None and getattr(module, "__spec__", None) is not None and file.endswith(".py")
     if is_importable and name.isidentifier() and getattr(module, name, None) is function:
-        return {"use": f"{getattr(module, '__name__', '')}:{name}", "name": name}
+        return {"use": f"{getattr(module, '__name__', '')}:{name}", "name": _free(name, others)}
     plain = re.sub(r"\W+", "_", getattr(function, "__name__", type(function).__name__)).strip("_") or "reward"
-    name = plain
-    while name in functions:
-        name = f"{plain}_{len(functions) + 1}"
+    name = _free(plain, others)
     functions[name] = function
     return {"use": "given", "name": name, "args": {"function": name}}
+
+
+def _free(name: str, others: Sequence[Mapping[str, Any]]) -> str:
+    """The name, with a number behind it where another component has it."""
+    taken, free, number = {other["name"] for other in others}, name, len(others) + 1
+    while free in taken:
+        free, number = f"{name}_{number}", number + 1
+    return free
 
 
 def _place(given: str | Path) -> str:
@@ -189,10 +222,19 @@ def _place(given: str | Path) -> str:
 
 
 def _jsonl(rows: Iterable[Mapping[str, Any]], part: str) -> str:
-    try:
-        return "".join(f"{json.dumps(dict(row), ensure_ascii=False)}\n" for row in rows)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{part}: rows are mappings of plain JSON values, from column to value: {error}") from error
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        hint = ". Of several splits take one, such as data['train']" if isinstance(rows, Mapping) else ""
+        raise DataError(f"{part}: must be rows, each a mapping from column to value (got {type(rows).__name__}){hint}")
+    lines: list[str] = []
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{part} row {number}: must be a mapping from column to value (got {type(row).__name__})")
+        try:
+            line = json.dumps(dict(row), ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{part} row {number}: must hold plain JSON values: {error}") from error
+        lines.append(line.encode("utf-8", "backslashreplace").decode())  # half a surrogate pair as JSON escapes it
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _written(rows: Mapping[str, str], load: Callable[[Mapping[str, str]], Loaded]) -> dict[str, str]:

@@ -1,12 +1,15 @@
 """`hone.train` and `hone.check`: the same runs from Python, in a script and where an event loop is running already."""
 
 import asyncio
+import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -139,6 +142,49 @@ def test_every_problem_of_a_dictionary_is_told(tmp_path):
     with pytest.raises(ConfigError):
         hone.train(wrong, rewards=[unique_characters(set())], train=ROWS)
     assert not (tmp_path / "run").exists()
+
+
+def half(group):
+    return [0.5] * len(group.samples)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"sections": {"seed": half}}, "config  seed: must be what a run file can hold: .* (got function)"),
+        ({"sections": {"data": [1]}}, "config  data: must be a mapping from keys to values (got list)"),
+        ({"sections": {"reward": "exact"}}, "config  reward: must be a mapping from keys to values (got str)"),
+        ({"rewards": ["exact"]}, "rewards.0: must be a function (got 'exact'). Rewards that have a name"),
+        ({"train": {"train": ROWS}}, "train: must be rows, .* (got dict). Of several splits take one"),
+        ({"train": [ROWS[0], "2+2="]}, "train row 2: must be a mapping from column to value (got str)"),
+        ({"train": [ROWS[0], {"prompt": half}]}, "train row 2: must hold plain JSON values: Object of type function"),
+        ({"train": [{"prompt": "\ud800"}]}, "jsonl:1 prompt: character '\\ud800'"),
+    ],
+)
+def test_objects_that_do_not_fit_are_named(tmp_path, given, problem):
+    settings = config(tmp_path, **given.pop("sections", {}))
+    report = hone.check(settings, **{"rewards": half, "train": ROWS} | given)
+    pattern = ".*".join(map(re.escape, problem.split(".*")))
+    assert any(re.search(pattern, said) for said in report.problems), report.problems
+
+
+def test_one_function_several_of_one_name_and_numpy_s_numbers_fit(tmp_path, monkeypatch):
+    (tmp_path / "light_reward.py").write_text("def half(group):\n    return [0.5] * len(group.samples)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    half = importlib.import_module("light_reward").half
+
+    def other():
+        def half(completions, **kwargs):
+            return [1.0] * len(completions)
+
+        return half
+
+    settings = config(tmp_path, seed=np.int64(3), algorithm={"kl_loss_coef": np.float32(0.5)})
+    assert hone.check(settings, rewards=other(), train=ROWS).is_ok
+    settings["data"]["answer_column"] = "answer"
+    report = hone.check(settings, rewards=[half, half, other(), other()], train=ROWS)
+    given = {name: report.figures[f"{name}: gold answers score"] for name in ("half", "half_2", "half_3", "half_4")}
+    assert given == {"half": 0.5, "half_2": 0.5, "half_3": 1.0, "half_4": 1.0}
 
 
 def test_a_function_that_raises_is_a_fault_of_its_samples(tmp_path):

@@ -115,8 +115,13 @@ def load_mapping(sections: Mapping[str, Any], overrides: Sequence[str] = (), *, 
         source: how problems name where the data is from.
         run_file: gives the name of the run and the folder where relative paths start; it is not read.
     """
-    stack = Stack(run_file.parent)
-    return _resolved(stack, stack.take(Node.of(sections, Where(source)), run_file), run_file, overrides)
+    stack, tree = Stack(run_file.parent), Node.of(sections, Where(source))
+    values = ((path, value) for path, leaf in tree.leaves() for value in leaf.scalars())
+    found = [(path, value) for path, value in values if not isinstance(value, str | int | float | None)]
+    if found:
+        rule = "must be what a run file can hold: text, a number, true or false, null, a list or a mapping"
+        raise _error([Problem(Where(source), path, f"{rule} (got {type(value).__name__})") for path, value in found])
+    return _resolved(stack, stack.take(tree, run_file), run_file, overrides)
 
 
 def load_rewards(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:

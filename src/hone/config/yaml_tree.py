@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,16 @@ class Node:
 
     @classmethod
     def of(cls, plain: Any, where: Where) -> Node:
-        """The tree of ordinary Python data, all of it from one place."""
+        """The tree of ordinary Python data, all of it from one place; what else stands in it stays as it is."""
         if isinstance(plain, Mapping):
             return cls({str(name): cls.of(child, where) for name, child in plain.items()}, where)
         if isinstance(plain, list | tuple):
             return cls([cls.of(child, where) for child in plain], where)
-        return cls(str(plain) if isinstance(plain, Path) else plain, where)
+        if isinstance(plain, Path):
+            return cls(str(plain), where)
+        if isinstance(plain, Real) and not isinstance(plain, int | float):  # numpy's numbers
+            return cls(int(plain) if isinstance(plain, Integral) else float(plain), where)
+        return cls(plain, where)
 
     def plain(self) -> Any:
         """The value as ordinary Python data."""
@@ -90,6 +95,14 @@ class Node:
         if isinstance(self.value, list):
             return [child.plain() for child in self.value]
         return self.value
+
+    def scalars(self) -> Iterator[Any]:
+        """Every value below that holds no other."""
+        if isinstance(self.value, list | dict):
+            for child in self.value.values() if isinstance(self.value, dict) else self.value:
+                yield from child.scalars()
+        else:
+            yield self.value
 
     def leaves(self, path: str = "") -> Iterator[tuple[str, Node]]:
         """Every value that holds no mapping with names in it: scalars, and lists of them as one value.
