@@ -89,7 +89,7 @@ def outcomes(rewards, lengths, group_S, mask=None):
         torch.tensor(rewards, dtype=torch.float64),
         torch.tensor(group_S),
         max(group_S) + 1,
-        torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        torch.tensor(lengths),
         torch.ones(num_tokens, dtype=torch.float64) if mask is None else torch.tensor(mask, dtype=torch.float64),
         value_T=torch.linspace(-1, 1, num_tokens, dtype=torch.float64),
         greedy_reward_N=torch.linspace(0, 1, max(group_S) + 1, dtype=torch.float64),

@@ -106,7 +106,7 @@ def group_of_one():
 
 def alone(name: str, reward: float) -> list[float]:
     zero = torch.zeros(1, dtype=torch.int64)
-    return CREDIT[name].function(Outcomes(float64(reward), zero, 1, zero, float64(1))).tolist()
+    return CREDIT[name].function(Outcomes(float64(reward), zero, 1, zero + 1, float64(1))).tolist()
 
 
 def equal_rewards():

@@ -68,7 +68,9 @@ def test_any_float32_logprob_comes_back_to_the_bit(tmp_path, background):
 
 def test_figures_of_tokens_come_back_rounded_and_only_where_they_are_known(tmp_path, background):
     known = TokenFigures(np.array([0.5, -1e9]), np.array([1.234567e-3, math.nan]))
-    recorder(tmp_path, background).record("rl", 1, [make_group()], [[1.0, -1.0]], [[TokenFigures(), known]])
+    recorder(tmp_path, background).record(
+        "rl", 1, [make_group()], [[1.0, -1.0]], lambda places: [TokenFigures(), known]
+    )
     background.drain()
     first, second = read_samples(tmp_path, 1)
     assert first.figures.advantages_T is None and first.figures.mismatch_T is None
@@ -79,11 +81,16 @@ def test_figures_of_tokens_come_back_rounded_and_only_where_they_are_known(tmp_p
 def test_of_a_large_step_groups_spread_evenly_are_recorded(tmp_path, background):
     r = recorder(tmp_path, background, step_tokens=20)
     groups = [make_group(n) for n in range(10)]  # of five tokens each
-    r.record("rl", 1, groups, [[n, -n] for n in range(10)])
+
+    def figures(places):
+        return [TokenFigures(np.full(length, place)) for place in places for length in (2, 3)]
+
+    r.record("rl", 1, groups, [[n, -n] for n in range(10)], figures)
     r.record("rl", 2, [make_group(0, texts=("4" * 30, "22"))], None)
     background.drain()
     found = read_samples(tmp_path, 1)
     assert [(s.prompt_id, s.advantage) for s in found][::2] == [(f"row-{n}", n) for n in (0, 2, 5, 7)]
+    assert [s.figures.advantages_T.tolist() for s in found[2:4]] == [[2.0] * 2, [2.0] * 3]
     assert len(read_samples(tmp_path, 2)) == 2, "one group at least"
 
 
@@ -130,8 +137,8 @@ def test_recording_stops_at_the_limit_says_so_once_and_stays_stopped(tmp_path, b
     assert recorded_steps(tmp_path) == {"rl": [0, 1, 2]}
 
 
-def test_zero_records_nothing(tmp_path, background):
-    recorder(tmp_path, background, max_bytes=0).record("rl", 0, [make_group()], None)
+def test_zero_records_nothing_and_asks_for_no_figures(tmp_path, background):
+    recorder(tmp_path, background, max_bytes=0).record("rl", 0, [make_group()], None, pytest.fail)
     background.drain()
     assert recorded_steps(tmp_path) == {}
 

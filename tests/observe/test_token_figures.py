@@ -20,17 +20,25 @@ def batch_of(advantages_T):
 def test_advantages_of_tokens_are_kept_where_they_differ_within_a_sample():
     batch = batch_of([1.0, 1.0, -1.0, -1.0, -1.0, 0.5, 0.25, 2.0, 9.0, 2.0])
     batch.loss_mask_T[8] = 0  # not the policy's token
-    found = [figures.advantages_T for figures in token_figures(batch)]
+    found = [figures.advantages_T for figures in token_figures(batch, [0, 1])]
     assert [None if values is None else values.tolist() for values in found] == [None, None, [0.5, 0.25], None]
 
 
 def test_mismatch_is_of_the_samples_whose_logprobs_the_trainer_computed():
     batch = batch_of([0.0] * 10)
     assert with_trainer_logprobs(batch, None) is batch
-    assert all(figures.mismatch_T is None for figures in token_figures(batch))
+    assert all(figures.mismatch_T is None for figures in token_figures(batch, [0, 1]))
     measured = with_trainer_logprobs(batch, SimpleNamespace(before_T=batch.sampler_logprobs_T[:5] - 0.25))
-    found = [figures.mismatch_T for figures in token_figures(measured)]
+    found = [figures.mismatch_T for figures in token_figures(measured, [0, 1])]
     assert [None if values is None else values.tolist() for values in found] == [[0.25] * 2, [0.25] * 3, None, None]
     assert math.isnan(measured.columns["trainer_logprobs_T"][5])
     every = with_trainer_logprobs(batch.with_column("old_logprobs_T", batch.sampler_logprobs_T + 0.5), None)
-    assert [figures.mismatch_T.tolist() for figures in token_figures(every)] == [[-0.5] * n for n in (2, 3, 2, 3)]
+    found = [figures.mismatch_T for figures in token_figures(every, [0, 1])]
+    assert [values.tolist() for values in found] == [[-0.5] * n for n in (2, 3, 2, 3)]
+
+
+def test_figures_are_of_the_chosen_prompts_alone():
+    batch = batch_of([1.0, 2.0, 1.0, 2.0, 3.0, 1.0, 1.0, 4.0, 5.0, 6.0])
+    found = [figures.advantages_T for figures in token_figures(batch, [1])]
+    assert [None if values is None else values.tolist() for values in found] == [None, [4.0, 5.0, 6.0]]
+    assert token_figures(batch, []) == []

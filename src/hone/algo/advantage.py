@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hone.algo.registry import Entry
-from hone.algo.segments import segment_mean, segment_range, segment_sum
+from hone.algo.segments import segment_index, segment_mean, segment_range, segment_sum
 
 STD_FLOOR = 1e-6
 """Default of `algorithm.std_floor`, in reward units: keeps a nearly equal group from exploding, as published."""
@@ -32,8 +33,8 @@ class Outcomes:
     group_S: Tensor
     """(S,) int64: group (prompt) of each sample."""
     num_groups: int
-    sample_T: Tensor
-    """(T,) int64: sample of each token."""
+    length_S: Tensor
+    """(S,) int64: tokens of each sample."""
     loss_mask_T: Tensor
     """(T,) float, 1 where the policy sampled the token and its sample was scored."""
     penalty_T: Tensor | None = None
@@ -52,6 +53,11 @@ class Outcomes:
     gae_lambda: float = 1.0
     std_floor: float = STD_FLOOR
     """Added to a standard deviation before it divides."""
+
+    @cached_property
+    def sample_T(self) -> Tensor:
+        """(T,) int64: sample of each token. Made on demand: what judges whole samples alone has no use for it."""
+        return segment_index(self.length_S)
 
 
 def group_mean(reward_S: Tensor, group_S: Tensor, num_groups: int) -> Tensor:
@@ -143,7 +149,7 @@ def spread(earned_S: Tensor, outcomes: Outcomes) -> Tensor:
     """(T,) advantage of every token: the discounted return of what its sample earned and of its penalties."""
     o = outcomes
     if o.penalty_T is None and o.gamma == 1:
-        return earned_S[o.sample_T]
+        return earned_S.repeat_interleave(o.length_S)
     reward_T = token_rewards(earned_S, o.penalty_T, o.sample_T, o.loss_mask_T)
     return discounted_returns(reward_T, o.sample_T, o.loss_mask_T, gamma=o.gamma).to(earned_S.dtype)
 

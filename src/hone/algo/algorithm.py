@@ -29,6 +29,7 @@ from hone.algo.loss import (
     explained_variance,
     log_ratio,
 )
+from hone.algo.segments import segment_index, segment_sum
 from hone.algo.shaping import ALARM_STEPS, Shaping, informative, steer_entropy, steer_kl
 from hone.config.algorithm import AlgorithmSection
 from hone.types import Batch, Control, Totals
@@ -185,15 +186,14 @@ class Algorithm:
         reward_S, metrics = self._shaping.of_samples(batch)
         metrics |= rejected
         penalty_T, kl_metrics = self._penalties(batch)
-        sample_T = torch.arange(len(batch.length_S), device=reward_S.device).repeat_interleave(batch.length_S)
         outcomes = Outcomes(
             reward_S,
             batch.prompt_S,
             len(batch.prompts),
-            sample_T,
+            batch.length_S,
             batch.loss_mask_T,
             penalty_T=penalty_T,
-            turn_reward_T=self._shaping.of_turns(batch, sample_T),
+            turn_reward_T=self._shaping.of_turns(batch),
             value_T=batch.columns.get("value_T"),
             scores_CS=self._scores(batch),
             weight_C=tuple(self._weights.values()),
@@ -202,7 +202,7 @@ class Algorithm:
             gae_lambda=self.section.gae_lambda,
             std_floor=self.section.std_floor,
         )
-        advantages_T, bound_metrics = self._bounded(self._credit.function(outcomes) * batch.loss_mask_T, batch)
+        advantages_T, bound_metrics = self._bounded(self._credit.function(outcomes).mul_(batch.loss_mask_T), batch)
         metrics |= bound_metrics
         metrics |= _spread(advantages_T, batch.loss_mask_T)
         batch = batch.with_column("advantages_T", advantages_T)
@@ -228,7 +228,7 @@ class Algorithm:
         if self.section.rejection == "none":
             return batch, {}
         mask_T, num_samples = batch.loss_mask_T, len(batch.length_S)
-        sample_T = torch.arange(num_samples, device=mask_T.device).repeat_interleave(batch.length_S)
+        sample_T = segment_index(batch.length_S)
         columns = batch.columns["old_logprobs_T"].to(mask_T), batch.sampler_logprobs_T.to(mask_T), mask_T
         bounds = self.section.rejection_low, self.section.rejection_high
         kept_T = mask_T * self._rejection.function(*columns, sample_T, num_samples, *bounds)
@@ -288,9 +288,7 @@ class Algorithm:
         if self._kl is None or kl is None:
             return {}, None
         has_loss_T = (batch.loss_mask_T > 0).double()
-        count_S = has_loss_T.new_zeros(len(batch.length_S)).index_add(
-            0, torch.arange(len(batch.length_S), device=has_loss_T.device).repeat_interleave(batch.length_S), has_loss_T
-        )
+        count_S = segment_sum(has_loss_T, segment_index(batch.length_S), len(batch.length_S))
         per_sequence = kl * float(count_S.sum() / (count_S > 0).sum().clamp(min=1))
         more = {"train/kl_coef": self.kl_coef, "train/kl_ref_sequence": per_sequence}
         if (
@@ -421,7 +419,10 @@ def _importance(mean: float, square: float) -> dict[str, float]:
 def _spread(advantages_T: Tensor, mask_T: Tensor) -> dict[str, float]:
     """Standard deviation around 0 of the loss tokens' advantages, and the share of them above 0."""
     tokens = mask_T.sum().clamp(min=1)
-    square, positive = (torch.stack([advantages_T.square(), advantages_T > 0]) @ mask_T.to(advantages_T.dtype)) / tokens
+    per_token = advantages_T.new_empty((2, len(advantages_T)))
+    torch.square(advantages_T, out=per_token[0])
+    torch.gt(advantages_T, 0, out=per_token[1])
+    square, positive = (per_token @ mask_T.to(advantages_T.dtype)) / tokens
     return {"train/advantage_std": math.sqrt(float(square)), "train/advantage_positive_frac": float(positive)}
 
 

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def segment_index(length: Tensor) -> Tensor:
+    """(sum of `length`,) int64 segment of each element, where segments of so many elements follow each other."""
+    return torch.arange(len(length), device=length.device).repeat_interleave(length)
+
+
 def segment_sum(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
     """(num_segments,) sums of `values` by segment; 0 for an empty one."""
     return values.new_zeros(num_segments).index_add(0, segment, values)

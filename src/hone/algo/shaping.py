@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.algo.advantage import STD_FLOOR
+from hone.algo.segments import segment_index
 from hone.config.algorithm import AlgorithmSection
 from hone.types import Batch, Control
 
@@ -47,7 +48,7 @@ class Shaping:
             metrics["train/overlong_penalty_mean"] = float((reward_S - before_S)[scored_S].sum()) / num_scored
         return reward_S, metrics
 
-    def of_turns(self, batch: Batch, sample_T: Tensor) -> Tensor | None:
+    def of_turns(self, batch: Batch) -> Tensor | None:
         """(T,) the part of the shaped reward that belongs to single turns, at their last tokens; None without turns.
 
         To be called after `of_samples`. The clip bounds the sum so far, the deviation divides each turn's reward; what
@@ -57,7 +58,7 @@ class Shaping:
         if turn_reward_T is None:
             return None
         if self.section.reward_clip is not None:
-            turn_reward_T = clip_running_sums(turn_reward_T, sample_T, self.section.reward_clip)
+            turn_reward_T = clip_running_sums(turn_reward_T, segment_index(batch.length_S), self.section.reward_clip)
         return turn_reward_T / reward_scale(self.control) if self.section.normalize_rewards else turn_reward_T
 
     def of_greedy(self, batch: Batch) -> Tensor | None:

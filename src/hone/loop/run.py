@@ -9,13 +9,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
+from hone.data.pack import Shape
 from hone.data.prompts import PromptStream
 from hone.errors import DataError, HoneError, RewardError
 from hone.loop.answers import Answers
@@ -36,6 +39,8 @@ from hone.types import Batch, Group, Progress
 T = TypeVar("T")
 
 
+PIECE = 1 << 18
+"""Tokens that are converted to float64 at a time, about: few enough for the processor's cache."""
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer | PairLearner)
 
 
@@ -207,11 +212,10 @@ class PolicyRun(Stage[Trainer]):
 
     def record(self, kept: Sequence[Group], dropped: Sequence[Group], batch: Batch) -> None:
         """Record the samples of a step: trained groups with their advantages, then dropped ones."""
-        advantages, figures = iter(sample_advantages(batch)), iter(token_figures(batch))
+        advantages = iter(sample_advantages(batch))
         per_group = [[next(advantages) for _ in group.samples] for group in kept]
-        of_tokens = [[next(figures) for _ in group.samples] for group in kept]
         step = self.progress.step + 1  # of the update that they make, as its metrics are logged
-        self.observer.record("rl", step, kept, per_group, of_tokens)
+        self.observer.record("rl", step, kept, per_group, partial(token_figures, batch))
         if dropped:
             self.observer.record("rl", step, dropped, None)
 
@@ -238,17 +242,23 @@ class PolicyRun(Stage[Trainer]):
             )
 
 
-def token_figures(batch: Batch) -> list[TokenFigures]:
-    """What is known of each sample's tokens: advantages where they differ within the sample, and mismatch of samples
-    whose logprobs the trainer computed (column `trainer_logprobs_T`, NaN for others)."""
-    length_S = batch.length_S.cpu().numpy()
-    has_loss_T = batch.loss_mask_T.cpu().numpy() > 0
-    advantage_T = np.where(has_loss_T, batch.columns["advantages_T"].float().cpu().numpy(), np.nan)
+def token_figures(batch: Batch, prompts: Sequence[int]) -> list[TokenFigures]:
+    """What is known of the tokens of each sample of these prompts: advantages where they differ within the sample, and
+    mismatch of samples whose logprobs the trainer computed (column `trainer_logprobs_T`, NaN for others)."""
+    shape = Shape.of(batch)
+    samples = np.flatnonzero(np.isin(shape.prompt_S, prompts))
+    length_S, tokens = shape.length_S[samples], shape.tokens_of(samples)
+
+    def chosen(value_T: Tensor) -> NDArray[np.float32]:
+        return value_T.float().cpu().numpy()[tokens]
+
+    has_loss_T = chosen(batch.loss_mask_T) > 0
+    advantage_T = np.where(has_loss_T, chosen(batch.columns["advantages_T"]), np.nan)
     highest_S, lowest_S = (_of_samples(reduce, advantage_T, length_S) for reduce in (np.fmax, np.fmin))
     advantages = _cut(advantage_T, length_S, highest_S > lowest_S)  # NaN, without a token with a loss, is not above NaN
     mismatches: list[NDArray[Any] | None] = [None] * len(advantages)
     if (trainer_T := batch.columns.get("trainer_logprobs_T")) is not None:
-        gap_T = (batch.sampler_logprobs_T - trainer_T.to(batch.sampler_logprobs_T)).cpu().numpy()
+        gap_T = chosen(batch.sampler_logprobs_T) - chosen(trainer_T)
         is_known_T = has_loss_T & np.isfinite(gap_T)
         num_known_S = _of_samples(np.add, is_known_T.astype(np.float64), length_S)
         mismatches = _cut(np.where(is_known_T, gap_T, np.nan), length_S, num_known_S > 0)
@@ -258,7 +268,12 @@ def token_figures(batch: Batch) -> list[TokenFigures]:
 def sample_advantages(batch: Batch) -> list[float]:
     """Mean advantage of each sample's tokens; 0 for a sample without tokens."""
     advantage_T, length_S = batch.columns["advantages_T"].cpu().numpy(), batch.length_S.cpu().numpy()
-    return (_of_samples(np.add, advantage_T.astype(np.float64), length_S) / np.maximum(length_S, 1)).tolist()
+    sums, start = [], 0
+    for lengths in np.array_split(length_S, 1 + len(advantage_T) // PIECE):
+        end = start + int(lengths.sum())
+        sums.append(_of_samples(np.add, advantage_T[start:end].astype(np.float64), lengths))
+        start = end
+    return (np.concatenate(sums) / np.maximum(length_S, 1)).tolist()
 
 
 def _of_samples(reduce: np.ufunc, value_T: NDArray[Any], length_S: NDArray[np.int64]) -> NDArray[Any]:

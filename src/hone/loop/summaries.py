@@ -45,7 +45,7 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
             "rollout/response_tokens_mean": float(lengths.mean()),
             "rollout/response_tokens_max": float(lengths.max()),
             "rollout/truncated_frac": float(is_cut.mean()),
-            "rollout/empty_frac": sum(not sample.text.strip() for sample in samples) / len(samples),
+            "rollout/empty_frac": sum(not sample.text or sample.text.isspace() for sample in samples) / len(samples),
             "rollout/staleness_mean": float(staleness.mean()),
             "rollout/staleness_max": float(staleness.max()),
         }
@@ -67,8 +67,9 @@ def _shared_response(groups: Sequence[Group]) -> dict[str, float]:
     """Share of the different prompts that the most widespread response is given to; nothing of a single prompt."""
     prompts_of: dict[bytes, set[tuple[bytes, ...]]] = {}
     for group in groups:
+        prompt = _prompt_key(group)
         for sample in group.samples:
-            prompts_of.setdefault(sample.token_ids.tobytes(), set()).add(_prompt_key(group))
+            prompts_of.setdefault(sample.token_ids.tobytes(), set()).add(prompt)
     num_prompts = len(set().union(*prompts_of.values()))
     if num_prompts < 2:
         return {}

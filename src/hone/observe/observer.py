@@ -26,7 +26,7 @@ from hone.observe.background import PATIENCE_S, Background
 from hone.observe.console import LogView, View, open_view
 from hone.observe.events import FILE, EventLog
 from hone.observe.metrics import find_metric
-from hone.observe.recorder import Recorder, TokenFigures
+from hone.observe.recorder import FiguresOf, Recorder
 from hone.observe.report import Picture, RunSummary, write_report
 from hone.observe.sinks import MetricsFile, Row, TensorBoard, table_rows
 from hone.observe.trace import Event, Spans, Timeline, TraceFile
@@ -199,7 +199,7 @@ class Observer:
         step: int,
         groups: Sequence[Group],
         advantages: Sequence[Sequence[float]] | None,
-        figures: Sequence[Sequence[TokenFigures]] | None = None,
+        figures: FiguresOf | None = None,
     ) -> None:
         """Record the samples of these groups, with one advantage per sample of each group, or None: not trained on.
 
@@ -208,7 +208,7 @@ class Observer:
         a table (`observe.tracker_samples`).
 
         Args:
-            figures: of single tokens, for each sample of each group.
+            figures: of single tokens; asked for only where groups are recorded.
         """
         self._recorder.record(stage, step, groups, advantages, figures)
         if advantages is not None:

@@ -20,6 +20,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ class TokenFigures:
     """None where every token has the sample's advantage."""
     mismatch_T: NDArray[np.float32] | None = None
     """The sampler's logprob minus the trainer's, before the update. None where the trainer's were not computed."""
+
+
+FiguresOf = Callable[[Sequence[int]], Sequence[TokenFigures]]
+"""Figures of all samples of the groups at these places, in order."""
 
 
 class Recorder:
@@ -114,15 +119,17 @@ class Recorder:
         step: int,
         groups: Sequence[Group],
         advantages: Sequence[Sequence[float]] | None,
-        figures: Sequence[Sequence[TokenFigures]] | None = None,
+        figures: FiguresOf | None = None,
     ) -> None:
         """Queue samples of groups; may be called several times for one step."""
         if self._full:
             return
         each = [None] * len(groups) if advantages is None else advantages
-        known = [()] * len(groups) if figures is None else figures
         chosen = self._chosen(groups)
-        text = "".join(_encode(groups[place], each[place], known[place]) for place in chosen).encode()
+        known = iter(() if figures is None else figures(chosen))
+        text = "".join(
+            _encode(groups[place], each[place], list(islice(known, len(groups[place].samples)))) for place in chosen
+        ).encode()
         self._background.submit(lambda: self._write(stage, step, text), bulk=True)
         if pictures := self._thumbnails.wanted(groups[place] for place in chosen):
             self._background.submit(lambda: self._thumbnails.write(pictures), bulk=True)
