@@ -30,8 +30,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     lengths = np.fromiter((len(s.token_ids) for s in samples), np.int64, len(samples))
 
     reward_S = np.array([math.nan if reward is None else reward for reward in rewards], np.float32)
-    # By torch, which lets other threads run meanwhile.
-    mask_T = torch.from_numpy((~np.isnan(reward_S)).astype(np.float32)).repeat_interleave(torch.from_numpy(lengths))
+    mask_T = _of_tokens((~np.isnan(reward_S)).astype(np.float32), lengths)
     if any(s.loss_mask is not None for s in samples):
         mask_T *= torch.from_numpy(
             joined(
@@ -46,7 +45,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     columns = {"truncated_S": torch.tensor([float(s.finish_reason == "length") for s in samples])}
     if engines := tuple(sorted({s.engine for s in samples} - {""})):
         places = np.array([engines.index(s.engine) if s.engine else len(engines) for s in samples], np.float32)
-        columns["engine_T"] = torch.from_numpy(np.repeat(places, lengths))
+        columns["engine_T"] = _of_tokens(places, lengths)
     if any(group.greedy for group in groups):
         columns |= _greedy_columns(groups)
     if any(turn.reward for s in samples for turn in s.turns):
@@ -64,6 +63,11 @@ def collate(groups: Sequence[Group]) -> Batch:
         engines=engines,
         **_routing(groups),
     )
+
+
+def _of_tokens(value_S: NDArray[np.float32], lengths: Indices) -> torch.Tensor:
+    """(T,) each sample's value at all of its tokens. By torch, which lets other threads run meanwhile."""
+    return torch.from_numpy(value_S).repeat_interleave(torch.from_numpy(lengths))
 
 
 def _routing(groups: Sequence[Group]) -> dict[str, Any]:

@@ -165,18 +165,34 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     run.observer.event("training", step=run.progress.step + 1)
     dropped = run.take_dropped()
     run.measure_pass_rates([*groups, *dropped])
-    metrics = summarize(groups, dropped, version=run.progress.step, threshold=run.config.eval.threshold)
-    metrics |= staleness_shares(groups, version=run.progress.step, most=run.config.rollout.max_staleness)
-    metrics |= component_metrics(groups, run.rewards.weights) | run.rewards.http_metrics()
+    metrics = run.rewards.http_metrics()
     if run.progress.step == 0 and run.answers is not None:
         prompts, threshold = [group.prompt for group in groups], run.config.eval.threshold
         metrics |= await run.answers.judged(run.rewards, prompts, threshold=threshold)
     with run.observer.work("trainer", "train"):
         await run.offload_others()  # until the weights are published; what follows has the devices to itself
-        batch, agreement = await run.in_compute_thread(collate_and_check, run, groups)
-        batch, learned = await run.in_compute_thread(learn, run, batch)
-    await run.in_compute_thread(run.record, groups, dropped, batch)
-    return metrics | agreement | learned
+        batch, learned = await run.in_compute_thread(collate_and_learn, run, groups)
+    sampled = await run.in_compute_thread(measure_and_record, run, groups, dropped, batch)
+    return sampled | metrics | learned
+
+
+def collate_and_learn(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
+    """What an update does on the compute thread."""
+    batch, agreement = collate_and_check(run, groups)
+    batch, learned = learn(run, batch)
+    return batch, agreement | learned
+
+
+def measure_and_record(
+    run: PolicyRun, groups: Sequence[Group], dropped: Sequence[Group], batch: Batch
+) -> dict[str, float]:
+    """Metrics of the samples of an update, which are recorded. Of millions of tokens that takes longer than the event
+    loop may stand still."""
+    version = run.progress.step
+    metrics = summarize(groups, dropped, version=version, threshold=run.config.eval.threshold)
+    metrics |= staleness_shares(groups, version=version, most=run.config.rollout.max_staleness)
+    run.record(groups, dropped, batch)
+    return metrics | component_metrics(groups, run.rewards.weights)
 
 
 def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
@@ -210,7 +226,7 @@ def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, d
 
 
 def learn(run: PolicyRun, batch: Batch) -> tuple[Batch, dict[str, float]]:
-    """The arithmetic of an update, on the compute thread: what the row needs, credit, then the optimizer steps."""
+    """The arithmetic of an update: what the row needs, credit, then the optimizer steps."""
     trainer, algorithm = run.trainer, run.algorithm
     batch = replace(batch, columns={**batch.columns, **trainer.measure(batch, algorithm.needs)})
     batch, metrics = algorithm.assign(batch)
