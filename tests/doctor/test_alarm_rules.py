@@ -193,6 +193,18 @@ def test_no_clipped_token_in_several_optimizer_steps_is_worth_a_word(steps, clip
     assert alarms_of({}, line) == expected
 
 
+@pytest.mark.parametrize(
+    ("reached", "used", "expected"),
+    [
+        (0.1, 0.5, [("training_far_from_peak", "microbatches_small")]),
+        (0.1, 0.8, [("training_far_from_peak", "passes_slow")]),
+        (0.2, 0.5, []),
+    ],
+)
+def test_updates_far_from_the_devices_peak(reached, used, expected):
+    assert alarms_of({}, {"train/mfu": reached, "memory/device_frac": used}) == expected
+
+
 @pytest.mark.parametrize(("used", "names"), [(0.08, ["memory_unused"]), (0.8, []), (0.97, ["memory_nearly_full"])])
 def test_memory_that_is_not_used_or_nearly_full(used, names):
     assert [name for name, _ in alarms_of({}, {"memory/device_frac": used})] == names

@@ -54,6 +54,7 @@ from hone.loop.reward_model import total_steps as pair_steps
 from hone.loop.run import PolicyRun
 from hone.loop.sft import SftRun, imitation_order, imitation_rows, total_steps, train_sft
 from hone.loop.supervisor import run_with_restarts
+from hone.loop.utilisation import Utilisation
 from hone.memory.ladder import Predict
 from hone.model.load import hf_folder
 from hone.observe.observer import Observer, OnMetrics
@@ -385,6 +386,7 @@ async def optimise_policy(
         replicas=workers.engine.up if isinstance(workers.engine, Router) else None,
         evaluate=evaluation,
         answers=answers_of(job),
+        utilisation=Utilisation.here(config, job.topology, job.device, job.base_dir),
         gate_passed=not config.gate.enabled,
         guard=job.guard,
     )

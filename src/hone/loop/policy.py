@@ -233,7 +233,10 @@ def learn(run: PolicyRun, batch: Batch) -> tuple[Batch, dict[str, float]]:
     step = run.progress.step
     is_measured = step < MEASURED_FIRST or (step + 1) % MEASURED_EVERY == 0
     movement = Movement.begin(run.trainer, batch) if is_measured else None
+    started = now()
     metrics |= trainer.update(batch, algorithm)
+    if run.utilisation is not None and (tokens := metrics["train/tokens"]):
+        metrics["train/mfu"] = run.utilisation.reached(batch, tokens, now() - started)
     metrics |= movement.end() if movement else {}
     batch = with_trainer_logprobs(batch, movement)
     more, alarm = algorithm.after_update(batch, metrics)

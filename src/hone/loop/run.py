@@ -24,6 +24,7 @@ from hone.errors import DataError, HoneError, RewardError
 from hone.loop.answers import Answers
 from hone.loop.canary import NUM_PROMPTS, Canary
 from hone.loop.summaries import pass_rate
+from hone.loop.utilisation import Utilisation
 from hone.memory.guard import UNGUARDED, Guard
 from hone.observe.events import versions_of
 from hone.observe.observer import Observer
@@ -142,6 +143,8 @@ class PolicyRun(Stage[Trainer]):
     """The engines behind `engine` by name, each of which is sent weights; None where that is one in this process."""
     answers: Answers | None = None
     """Those of the data, where it has any."""
+    utilisation: Utilisation | None = None
+    """Measures updates on devices whose peak is known; None: it is not, or others train in the same call."""
     canary: Canary = field(default_factory=Canary)
     """Compares replicas with the trainer after some publishes."""
     dropped: list[Group] = field(default_factory=list)

@@ -226,6 +226,11 @@ METRICS: dict[str, Metric] = {
         "tens of steps, the gradient noise scale in samples (arXiv:1812.06162).",
     ),
     "train/tokens": Metric("tokens", "Response tokens trained on."),
+    "train/mfu": Metric(
+        "fraction",
+        "Share of the devices' peak that an update's passes reached (model FLOPs utilisation: a forward and a backward "
+        "pass over each prompt once and its responses, recomputation not counted); on known GPUs, without a critic.",
+    ),
     "train/load_balancing_loss": Metric(
         "none", "Auxiliary loss of a mixture of experts without its coefficient; with an even load, experts per token."
     ),

@@ -192,6 +192,13 @@ def this_machine() -> Hardware:
     )
 
 
+def known_gpu() -> Hardware | None:
+    """One of this machine's NVIDIA GPUs by its data sheet; None where there is none, or it is not known."""
+    gpus = _nvidia_gpus()
+    preset = _name_of(gpus[0][0]) if gpus else None
+    return None if preset is None else _of(preset, 1)
+
+
 def memory_limit_bytes() -> int:
     """Memory that this process may use: the machine's, or less where its container says so."""
     import psutil

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, above, below, when
-from hone.doctor.rules.common import KL_UPDATE, OURS, USUAL, noise_scale, samples_per_step
+from hone.doctor.rules.common import KL_UPDATE, MILES, OURS, USUAL, noise_scale, samples_per_step
 
 CLIPPED = ("train/clip_high_frac", "train/clip_low_frac")
 JUDGE_HITS, JUDGE_CACHE = "reward/<component>_prefix_hit_frac_mean", "reward/<component>_cache_used_frac_mean"
@@ -217,6 +217,33 @@ TUNING = (
             ),
         ),
         source="busy 80 % of the time or more is usual advice",
+    ),
+    AlarmRule(
+        name="training_far_from_peak",
+        level="tuning",
+        pattern="updates use little of the devices' arithmetic",
+        metrics=("train/mfu",),
+        when=below("train/mfu", 0.15, mean=10),
+        of=(8, 10),
+        after=10,
+        causes=(
+            Cause(
+                name="microbatches_small",
+                what="microbatches are too small to fill the devices.",
+                change="train.tokens_per_microbatch: larger; plan.autotune: true",
+                confirm="memory/device_frac is low; train/microbatches is above one for each device.",
+                applies=lambda h: h.mean("memory/device_frac", 10) < 0.7,
+                reads=("memory/device_frac", "train.tokens_per_microbatch"),
+            ),
+            Cause(
+                name="passes_slow",
+                what="passes take longer than their arithmetic: they wait for weights, memory or the host.",
+                change="run.fused_kernels: true; cluster.trainer: sharded over fewer devices",
+                confirm="make gpu measures each part on this machine; hone plan RUN.yaml says what it expects.",
+                reads=("time/train_s", "run.fused_kernels"),
+            ),
+        ),
+        source=f"below 0.15: {MILES}",
     ),
     AlarmRule(
         name="memory_nearly_full",
