@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import hashlib
+import inspect
 import json
 import re
 import sys
@@ -86,7 +87,7 @@ def train(
             this one.
         train: prompts in place of `data.train`.
         eval: prompts in place of `data.eval`.
-        callbacks: called with each line of metrics, a dictionary as in `Run.metrics`.
+        callbacks: called with each line of metrics, a dictionary as in `Run.metrics`; an exception ends the run.
         resume: continue the run that is in the folder.
         fresh: move the run that is in the folder aside, and start a new one.
         accept_changed_inputs: resume although data, model or code differ from the checkpoint's.
@@ -94,6 +95,7 @@ def train(
     Raises:
         HoneError: the run failed. `Stopped` after Ctrl-C or a notebook interrupt, with a checkpoint.
     """
+    _refuse_callbacks(callbacks)
     interrupted = threading.Event()
     with _loaded(config, rewards, train, eval) as loaded, _process_as_before():
         from hone import assemble
@@ -132,6 +134,17 @@ def check(
         return CheckReport(problems=error.problems)
     except DataError as error:
         return CheckReport(problems=[str(error)])
+
+
+def _refuse_callbacks(callbacks: Sequence[OnMetrics]) -> None:
+    """Raises ConfigError for what could not be called with a line of metrics, before anything starts."""
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError([f"callbacks: must be a list of functions (got {callbacks!r:.60})"])
+    wrong = [place for place, one in enumerate(callbacks) if not callable(one) or inspect.iscoroutinefunction(one)]
+    if wrong:
+        raise ConfigError(
+            [f"callbacks.{place}: must be a plain function (got {callbacks[place]!r:.60})" for place in wrong]
+        )
 
 
 @contextmanager

@@ -187,11 +187,38 @@ def test_one_function_several_of_one_name_and_numpy_s_numbers_fit(tmp_path, monk
     assert given == {"half": 0.5, "half_2": 0.5, "half_3": 1.0, "half_4": 1.0}
 
 
-def test_a_function_that_raises_is_a_fault_of_its_samples(tmp_path):
-    def broken(completions, **kwargs):
-        raise KeyError("no such thing")
+def test_what_a_function_changes_in_its_row_no_other_one_sees(tmp_path):
+    def changes(group):
+        group.prompt.columns["answer"] = "else"
+        group.prompt.columns["numbers"].clear()
+        return [1.0] * len(group.samples)
 
-    with pytest.raises(hone.errors.RewardError, match="raised KeyError: 'no such thing'"):
+    def compares(completions, answer, numbers, **kwargs):
+        return [
+            float(text == gold and len(own) == 2) for text, gold, own in zip(completions, answer, numbers, strict=True)
+        ]
+
+    settings = config(tmp_path, data={"max_prompt_tokens": 8, "answer_column": "answer"})
+    rows = [{"prompt": f"{a}+1=", "answer": str(a + 1), "numbers": [a, 1]} for a in range(8)]
+    report = hone.check(settings, rewards=[changes, compares], train=rows)
+    assert report.figures["compares: gold answers score"] == 1.0
+
+
+@pytest.mark.parametrize("callback", [None, "print", asyncio.sleep])
+def test_what_cannot_be_a_callback_is_named_before_anything_starts(tmp_path, callback):
+    with pytest.raises(ConfigError, match=r"^callbacks.1: must be a plain function \(got .*\)"):
+        hone.train(config(tmp_path), rewards=half, train=ROWS, callbacks=[print, callback])
+    with pytest.raises(ConfigError, match=r"^callbacks: must be a list of functions \(got <built-in function print>\)"):
+        hone.train(config(tmp_path), rewards=half, train=ROWS, callbacks=print)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("error", [KeyError("no such thing"), SystemExit("no such thing")])
+def test_a_function_that_raises_is_a_fault_of_its_samples(tmp_path, error):
+    def broken(completions, **kwargs):
+        raise error
+
+    with pytest.raises(hone.errors.RewardError, match=f"raised {type(error).__name__}: '?no such thing"):
         hone.train(config(tmp_path), rewards=[broken], train=ROWS)
 
 

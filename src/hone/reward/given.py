@@ -7,9 +7,11 @@ killed: where it hangs, the run does.
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Self
 
 from hone.reward.foreign import Unfit, adapted
@@ -17,6 +19,14 @@ from hone.reward.resolve import Unusable
 from hone.reward.signature import all_faulty, check_scores, declared_range
 from hone.runtime.user_code import describe
 from hone.types import Group, Score
+
+
+def _own(group: Group) -> Group:
+    """The group with a row of its own: what the function changes in it no other component sees."""
+    prompt = group.prompt
+    row = {"answer": prompt.answer, "columns": prompt.columns, "messages": prompt.messages}
+    return replace(group, prompt=replace(prompt, **copy.deepcopy(row)))
+
 
 GIVEN: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("GIVEN", default={})  # noqa: B039  never changed
 """The functions of the program that is training now, by name."""
@@ -53,8 +63,8 @@ class GivenReward:
     async def score(self, group: Group) -> tuple[Score, ...]:
         async with self._turn:
             try:
-                returned = await asyncio.to_thread(self._function, group)
+                returned = await asyncio.to_thread(self._function, _own(group))
                 returned = await returned if inspect.isawaitable(returned) else returned
                 return check_scores(returned, group, self.hone_range)
-            except Exception as error:  # boundary: a user's function may raise anything
+            except (Exception, SystemExit) as error:  # boundary: a user's function may raise anything
                 return all_faulty(len(group.samples), f"raised {describe(error)}")
