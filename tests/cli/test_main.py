@@ -1,6 +1,8 @@
+import contextlib
 import io
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +83,20 @@ def test_what_an_output_cannot_show_is_escaped(monkeypatch):
     monkeypatch.setattr(cli, "app", lambda **_: print("\ud800ü", end=""))
     assert cli.main([]) == 0
     assert shown.getvalue() == rb"\ud800\xfc"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_an_output_that_is_full_is_no_bug(run_file, capsys, monkeypatch):
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["explain", str(run_file)]) == 1
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):  # what is still buffered
+            full.flush()
+    assert (
+        capsys.readouterr().err
+        == "the output: cannot be written: No space left on device. Make room, then try again.\n"
+    )
 
 
 def test_a_config_error_is_all_its_problems_and_nothing_else(run_file, capsys):

@@ -7,6 +7,7 @@ the user.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -108,7 +109,11 @@ def _outcome(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return Stopped.exit_code
-    except Exception:  # boundary: whatever else arrives here is a mistake in Hone and is shown whole
+    except Exception as error:  # boundary: whatever else arrives here is a mistake in Hone and is shown whole
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = error.filename or "the output"
+            print(f"{place}: cannot be written: {error.strerror}. Make room, then try again.", file=sys.stderr)
+            return 1
         traceback.print_exc()
         report = f"This is a bug in Hone {hone.__version__}. Please report it, with the lines above and the run file."
         print(f"\n{report}", file=sys.stderr)
