@@ -1,5 +1,7 @@
 import contextlib
+import errno
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -93,10 +95,15 @@ def test_an_output_that_is_full_is_no_bug(run_file, capsys, monkeypatch):
         monkeypatch.undo()
         with contextlib.suppress(OSError):  # what is still buffered
             full.flush()
-    assert (
-        capsys.readouterr().err
-        == "the output: cannot be written: No space left on device. Make room, then try again.\n"
-    )
+    said = capsys.readouterr().err
+    assert said.startswith("a file or the output: No space left on device. Make room or name another place")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG])
+def test_a_place_that_holds_no_file_is_no_bug(number, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "app", raises(OSError(number, os.strerror(number), "there")))
+    assert cli.main([]) == 1
+    assert capsys.readouterr().err.startswith(f"there: {os.strerror(number)}. Make room or name another place")
 
 
 def test_a_config_error_is_all_its_problems_and_nothing_else(run_file, capsys):

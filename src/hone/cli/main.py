@@ -110,14 +110,21 @@ def _outcome(arguments: Sequence[str] | None) -> int:
         print("interrupted", file=sys.stderr)
         return Stopped.exit_code
     except Exception as error:  # boundary: whatever else arrives here is a mistake in Hone and is shown whole
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            place = error.filename or "the output"
-            print(f"{place}: cannot be written: {error.strerror}. Make room, then try again.", file=sys.stderr)
+        if isinstance(error, OSError) and _is_of_the_disk(error):
+            place = error.filename or "a file or the output"
+            print(f"{place}: {error.strerror}. Make room or name another place, then try again.", file=sys.stderr)
             return 1
         traceback.print_exc()
         report = f"This is a bug in Hone {hone.__version__}. Please report it, with the lines above and the run file."
         print(f"\n{report}", file=sys.stderr)
         return 1
+
+
+def _is_of_the_disk(error: OSError) -> bool:
+    """Whether a place that the user chose cannot hold what is to be written there."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return error.filename is not None and error.errno in (errno.EROFS, errno.EACCES, errno.EIO, errno.ENAMETOOLONG)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,16 @@ SET_ASIDE = "set-aside"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file, or make it, in one step. Raises OSError; the old one is untouched then."""
+    """Replace a file, or make it, in one step. Raises OSError, which names it; the old one is untouched then."""
     aside = path.with_name(path.name + ASIDE)
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a full disk names no file
+        raise
     aside.replace(path)
     sync(path.parent)
 
