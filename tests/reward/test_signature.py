@@ -94,3 +94,10 @@ def test_range_is_declared_on_the_function():
 
     assert declared_range(f) == Range(-1.0, 2.0)
     assert declared_range(lambda group: []) == Range(None, None)
+
+
+@pytest.mark.parametrize("bounds", [(1.0, 0.0), (float("nan"), None), (None, float("nan")), ("0", "1")])
+def test_a_range_that_is_none_is_refused_where_it_is_declared(bounds):
+    with pytest.raises(ValueError, match="must be numbers, the minimum not above the maximum"):
+        reward(minimum=bounds[0], maximum=bounds[1])
+    reward(minimum=0, maximum=float("inf"))

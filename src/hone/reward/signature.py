@@ -69,6 +69,11 @@ def reward(
         picture: `picture(text, answer, settings)` draws a response as PNG bytes for the report; None: no picture. Used
             for rewards that an installed package registers.
     """
+    bounds = [bound for bound in (minimum, maximum) if bound is not None]
+    if not all(isinstance(bound, Real) and not math.isnan(bound) for bound in bounds) or bounds != sorted(bounds):
+        raise ValueError(
+            f"minimum={minimum!r}, maximum={maximum!r}: must be numbers, the minimum not above the maximum"
+        )
     if overrun is Fault.DATA or (overrun is Fault.MODEL and minimum is None):
         raise ValueError(f"overrun={overrun}: choose Fault.INFRA, or Fault.MODEL with the minimum that it earns")
 
