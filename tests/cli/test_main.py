@@ -119,3 +119,16 @@ def raises(error: BaseException):
         raise error
 
     return app
+
+
+def test_ui_refuses_a_file_and_says_of_a_folder_that_it_is_not_there_yet(run_file, tmp_path, capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr("hone.ui.server.run_ui", lambda folder, port: shown.append(folder))
+    assert cli.main(["ui", str(run_file)]) == 2
+    assert "is a file; name a folder with runs" in " ".join(capsys.readouterr().err.split())
+    assert not shown
+    assert cli.main(["ui", str(tmp_path)]) == 0
+    assert not capsys.readouterr().err
+    assert cli.main(["ui", str(tmp_path / "runs")]) == 0
+    assert "runs does not exist yet; runs are shown as soon as they are there" in capsys.readouterr().err
+    assert shown == [tmp_path, tmp_path / "runs"]

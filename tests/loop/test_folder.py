@@ -151,7 +151,7 @@ def test_the_hint_names_a_command_that_a_shell_finds(tmp_path, monkeypatch):
 
 def test_only_a_run_that_is_going_on_can_be_stopped(tmp_path):
     start(tmp_path).close()
-    with pytest.raises(RunFolderError, match="no run is going on there"):
+    with pytest.raises(RunFolderError, match="no run is active there"):
         RunFolder.read(tmp_path).stop(timeout_s=5)
     with start(tmp_path, resume=True) as folder:
         (tmp_path / ".lock").write_text("process 1 on another-host")

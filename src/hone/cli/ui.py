@@ -24,6 +24,11 @@ def ui(
 
     Listens on this machine's own address; the printed one has a token. Ctrl-C ends it.
     """
+    if folder.exists() and not folder.is_dir():
+        raise typer.BadParameter(f"{folder} is a file; name a folder with runs, or of a run")
+    if not folder.exists():
+        typer.echo(f"warning: {folder} does not exist yet; runs are shown as soon as they are there", err=True)
+
     from hone.ui.server import run_ui
 
     run_ui(folder, port=port)

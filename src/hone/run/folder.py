@@ -224,7 +224,7 @@ class RunFolder:
         """
         holder = self.holder()
         if holder is None:
-            raise RunFolderError(f"{self.path}: no run is going on there.")
+            raise RunFolderError(f"{self.path}: no run is active there.")
         number, host = holder
         try:
             if host != socket.gethostname():
