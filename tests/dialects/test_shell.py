@@ -171,3 +171,16 @@ def test_a_script_finds_its_own_folder_where_its_place_is_known():
 )
 def test_values_are_cut_and_replaced(written, expected):
     assert words(f"M=Qwen/Qwen3/8B\nN=ab\nL=(a b c)\nrun {written}")[-1] == ["run", expected]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ('"x ${L[*]} y"', ["x a b c y"]),
+        ('"x ${L[@]} y"', ["x a", "b", "c y"]),
+        ('bash -c "run ${L[*]} d"', ["a", "b", "c", "d"]),
+    ],
+)
+def test_a_quoted_list_is_one_word_with_a_star(written, expected):
+    script = f"L=(a b c)\n{written if written.startswith('bash') else 'run ' + written}"
+    assert words(script)[-1] == ["run", *expected]

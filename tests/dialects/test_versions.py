@@ -270,3 +270,25 @@ def test_a_key_that_becomes_nothing_is_not_called_mapped():
     found = imported("model_name_or_path: m\nnum_generations: 8\nmax_steps: -1\n", name="a.yaml")
     line = next(line for line in found.keys if line.key == "max_steps")
     assert (line.verdict.kind, line.verdict.note) == ("automatic", "off")
+
+
+def test_a_module_of_trl_is_its_command():
+    found = imported("accelerate launch --num_processes 2 -m trl.scripts.grpo --model_name_or_path m --dataset_name d")
+    assert (found.foreign.program, {line.key for line in found.gaps}) == ("trl grpo", {"reward_funcs"})
+    assert settings(found)["cluster.devices_per_node"] == 2
+
+
+def test_rloo_with_a_reward_model_is_no_older_version():
+    found = imported("trl rloo --model_name_or_path m --dataset_name d --reward_model_name_or_path r")
+    assert found.version == "1.16.0"
+    assert settings(found).get("train.passes_per_batch", 1) == 1
+    assert (
+        imported("python x.py --model_name_or_path m --rloo_k 4 --num_ppo_epochs 2 --dataset_name d").version < "0.22"
+    )
+
+
+def test_epochs_of_the_asynchronous_program_are_its_own():
+    command = "python3 -m verl.experimental.fully_async_policy.fully_async_main data.train_files=gsm8k.parquet "
+    found = imported(f"{command} rollout.total_epochs=10 actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=grpo")
+    assert settings(found)["run.epochs"] == 10
+    assert "trainer.total_epochs" not in {line.key for line in found.others}

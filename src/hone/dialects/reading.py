@@ -19,6 +19,7 @@ TOOLS: tuple[Tool, ...] = ("verl", "openrlhf", "trl", "mindspeed", "prime-rl", "
 
 _VERL = re.compile(r"(^|[/.])verl[/.]|(^|[/.])recipe[/.].*main|main_ppo|main_dapo")
 _OPENRLHF = re.compile(r"openrlhf[./]cli[./](\w+)")
+_TRL_MODULE = re.compile(r"trl\.scripts\.(\w+)")
 _TRL_SCRIPT = re.compile(r"(trl|examples)/(scripts|experimental|sft|research_projects)/[\w/]*?(\w+)\.py$")
 _NANOCHAT = re.compile(r"(^|/)scripts[./](chat_rl|chat_sft|base_train|mid_train)\b")
 _TRL_VERBS = ("grpo", "rloo", "sft", "dpo", "kto", "reward", "ppo", "env", "vllm-serve", "async_grpo")
@@ -236,6 +237,8 @@ def _recognised(command: ShellCommand) -> ForeignRun | None:
             return _overrides(word, rest, command)
         if word == "trl" and rest and rest[0] in _TRL_VERBS:
             return _flags("trl", f"trl {rest[0]}", rest[1:], command)
+        if word == "-m" and rest and (found := _TRL_MODULE.fullmatch(rest[0])):
+            return _flags("trl", f"trl {found[1]}", [*_launched(words[:at]), *rest[1:]], command)
         if found := _TRL_SCRIPT.search(word):
             return _flags("trl", word, [*_launched(words[:at]), *rest], command)
         if _NANOCHAT.search(word):

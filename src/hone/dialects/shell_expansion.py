@@ -132,8 +132,12 @@ def _in_quotes(text: str, scope: ShellScope, depth: int) -> Iterator[tuple[str, 
             yield text[at:end], None
             at = end
         elif char == "$":
-            found, items, at = _dollar(text, at, scope, depth)
-            yield found, items
+            start = at
+            found, items, at = _dollar(text, start, scope, depth)
+            if (items is not None and text[start:at] in ("$*", "${*}")) or text[start:at].endswith("[*]}"):
+                yield found + " ".join(items or []), None
+            else:
+                yield found, items
         else:
             end = at + 1
             while end < len(text) and text[end] not in "\\`$\ue000":

@@ -281,6 +281,7 @@ def _version(foreign: ForeignRun) -> str | None:
     written = {key.key.replace("-", "_") for key in foreign.keys}
     versions = known_versions("trl")
     removed = {ALIASES.get(name, name) for name in written} - defaults_of(foreign, versions[-1]).keys()
+    removed.discard("reward_model_name_or_path")  # of the trainer's arguments once, of the script's since
     if written & OLDER_RLOO.keys():
         versions = tuple(version for version in versions if version_key(version) < (0, 22))
         return newest_with(foreign, removed, versions) or versions[-1]

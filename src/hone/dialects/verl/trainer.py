@@ -126,7 +126,9 @@ _DISTILLATION = "distillation from a teacher is not supported"
 
 TRAINER: dict[str, Row] = {
     "total_training_steps": to("run.steps", positive),
-    "total_epochs": by(epochs, "run.epochs"),
+    "total_epochs": when(
+        lambda job: not job.given("rollout.total_epochs"), "rollout.total_epochs counts", by(epochs, "run.epochs")
+    ),
     **each("nnodes n_gpus_per_node", shared.DEVICES),
     "device": placement("GPUs where torch finds them"),
     "logger": by(logger, "observe.wandb", "observe.tensorboard"),
