@@ -5,7 +5,10 @@ import pytest
 from hone.dialects.reading import read_foreign
 from hone.dialects.translate import Imported, translate
 
-VERL = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k.parquet actor_rollout_ref.rollout.n=4 "
+VERL = (
+    "python3 -m verl.trainer.main_ppo data.train_files=gsm8k.parquet actor_rollout_ref.rollout.n=4 "
+    "actor_rollout_ref.model.path=m "
+)
 OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d --reward_pretrain r "
 
 
@@ -154,6 +157,7 @@ def test_a_share_of_a_run_of_known_length_is_counted():
 
 def test_what_is_not_known_of_the_devices_is_one_hole_and_hides_nothing():
     command = "python3 -m recipe.one_step_off_policy.main_ppo data.train_files=gsm8k.parquet "
+    command += "actor_rollout_ref.model.path=m "
     found = imported(f"{command} actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=grpo trainer.nnodes=$NODES")
     assert [line.key for line in found.gaps] == ["devices"]
     assert "set cluster.nodes" in found.gaps[0].verdict.note
@@ -292,3 +296,28 @@ def test_epochs_of_the_asynchronous_program_are_its_own():
     found = imported(f"{command} rollout.total_epochs=10 actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=grpo")
     assert settings(found)["run.epochs"] == 10
     assert "trainer.total_epochs" not in {line.key for line in found.others}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "gaps"),
+    [
+        (
+            "python3 -m verl.trainer.main_ppo data.train_files=gsm8k.parquet algorithm.adv_estimator=gae",
+            "a.sh",
+            ["model.path"],
+        ),
+        ("python3 -m openrlhf.cli.train_ppo_ray --reward_pretrain r", "a.sh", ["model.path", "data.train"]),
+        (
+            "trl grpo --num_generations 8 --reward_funcs accuracy_reward",
+            "a.sh",
+            ["train_dataset", "model_name_or_path"],
+        ),
+        (
+            "rl_config: {n_samples_per_prompt: 4, kl_penalty: low_var_kl}",
+            "a.yaml",
+            ["megatron_training.data_path", "model.path"],
+        ),
+    ],
+)
+def test_a_command_without_model_or_data_is_not_complete(text, name, gaps):
+    assert [line.key for line in imported(text, name=name).gaps] == gaps

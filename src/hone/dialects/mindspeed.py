@@ -143,7 +143,7 @@ def _whole(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
     if not job.given(f"{_R}.token_level_loss"):
         yield "loss", nothing(_microbatch_means(job))
     if not job.given(f"{_M}.data_path"):
-        yield "data_path", unknown("no data is named")
+        yield f"{_M}.data_path", unknown("no data is named")
     if job.given(f"{_R}.actor_resource.num_npus"):
         yield "cluster.engines.use", shared.VLLM
         count = whole(job.get(f"{_R}.actor_resource.num_npus"))

@@ -140,14 +140,30 @@ def translate(foreign: ForeignRun, version: str | None = None) -> Imported:
         others.append(Line(shown(foreign.program), None, refused(why), (), foreign.line))
     else:
         others += _defaults(job, dialect)
-        others += [Line(name, None, verdict, tuple(verdict.settings)) for name, verdict in _whole(job, dialect)]
+        others += [_whole_line(dialect, name, verdict) for name, verdict in _whole(job, dialect)]
         others += [_service(service) for service in foreign.services]
     others += [
         Line(key.key, "[hidden]", KeyVerdict("secret", {}, "left out: secrets come from the environment"), (), key.line)
         for key in foreign.environment
         if looks_secret(key.key, key.value)
     ]
-    return _with_room(_with_whole_layers(Imported(foreign, version, keys, tuple(others))))
+    found = Imported(foreign, version, keys, tuple(others))
+    if not dialect.program(foreign):
+        found = replace(found, others=(*others, *_unnamed(found)))
+    return _with_room(_with_whole_layers(found))
+
+
+def _whole_line(dialect: Dialect, name: str, verdict: KeyVerdict) -> Line:
+    row = find_row(dialect.rows, name)
+    return Line(name, None, verdict, tuple(verdict.settings) or (row.to if row else ()))
+
+
+def _unnamed(imported: Imported) -> Iterator[Line]:
+    """What every run needs and the command leaves to a default of the tool's, which is only an example there."""
+    about = {key for line in imported.gaps for key in (line.key, *line.about)}
+    for key, what in (("model.path", "model"), ("data.train", "data")):
+        if key not in about and key not in imported.settings():
+            yield Line(key, None, unknown(f"the command names no {what}: set {key}"), (key,))
 
 
 _DIVIDES = ("cluster.trainer.tensor_parallel", "cluster.trainer.sequence_parallel")
