@@ -173,3 +173,23 @@ def test_rewards_with_secrets_or_arguments_are_not_copied(line):
     code = f"{line}\ndef reward(completions, **kwargs):\n    return [KEY]\ndata = load_dataset('o/d')\n{CALL}"
     one = imported(code)
     assert not one.foreign.files and settings(one)["reward.components"] == [{"use": "job.py:reward"}]
+
+
+ENVIRONMENT = """
+def reward(completions, **kwargs): ...
+n = int(os.getenv("N", "8"))
+config = GRPOConfig(num_generations=n, learning_rate=float(os.environ.get("LR", "2e-5")), bf16=is_bfloat16_supported(),
+    fp16=not torch.cuda.is_bf16_supported(), generation_kwargs={"stop": ["</answer>"]}, per_device_train_batch_size=n)
+data = load_dataset("json", data_files="a.jsonl")["train"]
+GRPOTrainer(model="a/b", args=config, train_dataset=data, reward_funcs=reward)
+"""
+
+
+def test_defaults_of_the_environment_and_of_the_device_are_known():
+    one = imported(ENVIRONMENT)
+    assert not one.gaps
+    ours = settings(one)
+    assert (ours["rollout.group_size"], ours["train.optimizer.lr"], ours["run.precision"]) == (8, 2e-5, "bfloat16")
+    assert ours["rollout.stop"] == ["</answer>"]
+    cut = imported(ENVIRONMENT.replace('"stop": ["</answer>"]', '"repetition_penalty": 1.1'))
+    assert [line.key for line in cut.gaps] == ["generation_kwargs"]

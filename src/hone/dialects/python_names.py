@@ -219,8 +219,10 @@ class Names:
         name, arguments = called(node), [self.value(argument, depth + 1) for argument in node.args]
         if name in ("str", "Path") and len(arguments) == 1:
             return arguments[0] if _is_hole(arguments[0]) else str(arguments[0])
-        if name in ("int", "float", "bool") and len(arguments) == 1 and isinstance(arguments[0], int | float):
-            return {"int": int, "float": float, "bool": bool}[name](arguments[0])
+        if name in ("int", "float", "bool") and len(arguments) == 1:
+            return _number(name, arguments[0], hole(text_of(node)))
+        if name in ("is_bf16_supported", "is_bfloat16_supported"):
+            return True  # of the device, where Hone computes in bfloat16
         if name == "join" and arguments and all(isinstance(part, str) for part in arguments):
             return "/".join(arguments)
         if name in ("get", "getenv") and len(arguments) == 2 and "env" in text_of(node.func):
@@ -272,6 +274,15 @@ def text_of(node: ast.AST) -> str:
 
 def _is_hole(value: Any) -> bool:
     return isinstance(value, str) and "\ue000" in value
+
+
+def _number(kind: str, value: Any, other: Any) -> Any:
+    """`int(...)`, `float(...)` or `bool(...)` of a number, or of text that is one, such as an environment's default."""
+    if isinstance(value, str) and kind != "bool":
+        value = plain_value(value)
+    if isinstance(value, int | float) and abs(value) < 1e15:
+        return {"int": int, "float": float, "bool": bool}[kind](value)
+    return other
 
 
 def _field_default(node: ast.expr | None) -> ast.expr | None:

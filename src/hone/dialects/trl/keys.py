@@ -86,7 +86,7 @@ SAMPLING: dict[str, Row] = {
     "top_k": shared.cut("rollout.top_k", 0, -1),
     "min_p": shared.cut("rollout.min_p", 0),
     "repetition_penalty": missing("samples must be of the policy's own distribution; nearest: 1", off=(1, None)),
-    "generation_kwargs": missing("set rollout's keys", "rollout.stop"),
+    "generation_kwargs": by(rules.generation, "rollout.stop"),
     "use_vllm": by(rules.vllm, "cluster.engines.use", kind="placement"),
     "vllm_mode": placement("cluster.pools: together by default, or `rollout` on a pool of its own"),
     "vllm_gpu_memory_utilization": rules.engine("gpu_memory_utilization", number),

@@ -410,6 +410,17 @@ def vllm(job: ForeignJob, value: Any) -> KeyVerdict:
     return placed({"cluster.backend": "ray", "cluster.engines.use": "vllm"})
 
 
+def generation(job: ForeignJob, value: Any) -> KeyVerdict:
+    """Arguments for the engine: texts that end a response; those that cut its distribution are refused."""
+    if not value or not isinstance(value, dict):
+        return refused("set rollout's keys") if value else nothing("none")
+    others = sorted(value.keys() - {"stop", "stop_strings"})
+    if others:
+        return refused(f"{', '.join(others)}: set rollout's keys")
+    texts = [text for one in value.values() if one for text in (one if isinstance(one, list) else [one])]
+    return put({"rollout.stop": texts} if texts else {})
+
+
 def engine(key: str, convert=whole) -> Row:
     row = to(f"cluster.engines.{key}", lambda value: convert(number(value)), kind="placement")
     return when(uses_vllm, "only with use_vllm", row)
