@@ -321,3 +321,27 @@ def test_epochs_of_the_asynchronous_program_are_its_own():
 )
 def test_a_command_without_model_or_data_is_not_complete(text, name, gaps):
     assert [line.key for line in imported(text, name=name).gaps] == gaps
+
+
+def test_a_template_keeps_its_blanks():
+    command = f'{OPENRLHF}--input_template "User: {{}}\\nAssistant: "'
+    assert settings(imported(command))["data.template"] == "User: {prompt}\nAssistant: "
+
+
+@pytest.mark.parametrize(("defaults", "gaps"), [("[ppo_trainer, _self_]", []), ("[ppo_trainer, mine]", ["defaults"])])
+def test_the_parts_of_a_hydra_file_are_the_tools_or_holes(defaults, gaps):
+    text = f"""\
+defaults: {defaults}
+data: {{train_files: gsm8k.parquet}}
+actor_rollout_ref: {{model: {{path: m}}, rollout: {{n: 4}}}}
+algorithm: {{adv_estimator: grpo}}
+trainer: {{nnodes: "${{oc.env:NNODES,2}}"}}
+"""
+    found = imported(text, name="a.yaml")
+    assert [line.key for line in found.gaps] == gaps
+    assert settings(found)["cluster.nodes"] == 2
+
+
+def test_a_resolver_without_a_default_is_a_hole():
+    found = imported(f"{VERL}algorithm.adv_estimator=grpo 'trainer.nnodes=${{oc.env:NNODES}}'")
+    assert [line.key for line in found.gaps] == ["devices"]

@@ -198,7 +198,8 @@ def template(job: ForeignJob, value: Any) -> KeyVerdict:
         return nothing("none")
     if truth(job.get("data.apply_chat_template", False)):
         return nothing("unused with apply_chat_template")
-    return put({"data.template": str(value).replace("\\n", "\n").replace("{}", "{prompt}")}, "{} to {prompt}")
+    written = str(job.values["data.input_template"])  # with its blanks
+    return put({"data.template": written.replace("\\n", "\n").replace("{}", "{prompt}")}, "{} to {prompt}")
 
 
 def lengths(job: ForeignJob, value: Any) -> KeyVerdict:

@@ -67,6 +67,16 @@ def own_config(job: ForeignJob, value: Any) -> KeyVerdict:
     return unknown("a configuration file of yours: import it too, and merge")
 
 
+def own_defaults(job: ForeignJob, value: Any) -> KeyVerdict:
+    """The list of a YAML file's own parts, by Hydra: the tool's, or files of the author's."""
+    listed = value if isinstance(value, list) else [value]
+    parts = [part for one in listed for part in (one.values() if isinstance(one, dict) else [one])]
+    others = [str(part) for part in parts if part not in (*CONFIGS, "_self_", None)]
+    return (
+        unknown(f"configuration files of yours, {', '.join(others)}: merge them") if others else nothing("verl's own")
+    )
+
+
 def program(foreign: ForeignRun) -> str | None:
     others = ("sft", "distill", "main_generation", "main_eval", "spin", "dpo", "prime.")
     if any(word in foreign.program for word in others):
@@ -184,5 +194,6 @@ OTHERS: dict[str, Row] = {
         where("distillation.enabled"), "only read with distillation.enabled", missing(_DISTILLATION, off=())
     ),
     **each("--config-name --config-path", by(own_config, kind="hole")),
+    "defaults": by(own_defaults, kind="hole"),
     **each("hydra.** --config-dir", automatic("Hydra's own")),
 }
