@@ -345,3 +345,23 @@ trainer: {{nnodes: "${{oc.env:NNODES,2}}"}}
 def test_a_resolver_without_a_default_is_a_hole():
     found = imported(f"{VERL}algorithm.adv_estimator=grpo 'trainer.nnodes=${{oc.env:NNODES}}'")
     assert [line.key for line in found.gaps] == ["devices"]
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", 10), ("ppo_mini_batch_size=64", 40), ("ppo_epochs=2", 20)])
+def test_warm_up_of_verl_counts_policy_updates(given, expected):
+    """Its learning rate changes once per update, after the last mini-batch."""
+    prefix = "actor_rollout_ref.actor."
+    more = f"{prefix}{given}" if given else ""
+    found = imported(
+        f"{VERL}data.train_batch_size=256 {prefix}optim.lr_warmup_steps=10 critic.optim.lr_warmup_steps=10 {more}"
+    )
+    ours = settings(found)
+    assert (ours["train.optimizer.warmup_steps"], ours["critic.optimizer.warmup_steps"]) == (expected, expected)
+
+
+def test_rewards_of_openrlhf_are_normalised_by_the_reward_models_own_scale():
+    found = settings(imported(f"{OPENRLHF}--normalize_reward"))
+    assert found["reward.components"] == [{"use": "reward_model", "args": {"path": "r", "normalize": True}}]
+    assert "algorithm.normalize_rewards" not in found
+    remote = imported(f"{OPENRLHF}--normalize_reward --remote_rm_url r.py")
+    assert settings(remote)["reward.components"] == [{"use": "r.py:reward_func"}]

@@ -105,7 +105,7 @@ class ForeignJob:
             inner = self.values.get(text[2:-1], self.defaults.get(text[2:-1]))
             return self.plain(inner, depth + 1)
         if (resolved := re.fullmatch(r"\$\{([\w.]+):([^{}]*)\}", text)) is not None:
-            variable, _, other = resolved[2].partition(",")
+            _, _, other = resolved[2].partition(",")
             if resolved[1] != "oc.env" or not other:
                 raise UnknownValue(str(shown(value)))
             return plain_value(other.strip())  # the default of a variable, as of the shell's

@@ -88,7 +88,7 @@ CRITIC: dict[str, Row] = {
 REWARD: dict[str, Row] = {
     "model_name_or_path": by(rules.reward_model, "reward.components"),
     "remote_url": by(rules.reward_url, "reward.components"),
-    "normalize_enable": to("algorithm.normalize_rewards", truth),
+    "normalize_enable": by(rules.normalized, "reward.components"),
     "clip_range": to("algorithm.reward_clip", pair),
     "overlong_buffer_len": by(rules.overlong, "algorithm.overlong_buffer_frac"),
     "overlong_penalty_factor": automatic("part of overlong_buffer_len"),

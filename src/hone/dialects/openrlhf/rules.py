@@ -142,7 +142,20 @@ def reward_url(job: ForeignJob, value: Any) -> KeyVerdict:
 def reward_model(job: ForeignJob, value: Any) -> KeyVerdict:
     if value is None or job.values.get("reward.remote_url") or job.values.get("train.agent_func_path"):
         return nothing("reward.remote_url is used")
-    return put({"reward.components": [{"use": "reward_model", "args": {"path": path}} for path in names(value)]})
+    scaled = {"normalize": True} if truth(job.get("reward.normalize_enable", False)) else {}
+    return put(
+        {"reward.components": [{"use": "reward_model", "args": {"path": path} | scaled} for path in names(value)]}
+    )
+
+
+def normalized(job: ForeignJob, value: Any) -> KeyVerdict:
+    """By the reward model's own mean and deviation, once and for all: not by those of the run's rewards."""
+    if not truth(value):
+        return nothing("off")
+    if job.values.get("reward.remote_url") or not job.values.get("reward.model_name_or_path"):
+        return nothing("of a reward model: rewards of a function stay as they are")
+    why = "mean and std of the reward model's config.json; one without them OpenRLHF leaves as it is: normalize: false"
+    return put(reward_model(job, job.get("reward.model_name_or_path")).settings, why)
 
 
 def overlong(job: ForeignJob, value: Any) -> KeyVerdict:

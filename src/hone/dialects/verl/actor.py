@@ -19,6 +19,7 @@ from hone.dialects.verl.job import (
     in_loss,
     loss_mode,
     one_step_per_update,
+    optimizer_steps_per_update,
     prompts_per_step,
 )
 
@@ -118,6 +119,14 @@ def kl_kind(job: ForeignJob, value: Any, in_loss: bool) -> KeyVerdict:
     return put({"algorithm.kl_estimator": kind})
 
 
+def warmup(job: ForeignJob, value: Any, key: str) -> KeyVerdict:
+    """verl's schedule goes on once per policy update, whatever number of optimizer steps that has."""
+    updates = positive(value)
+    if updates is None:
+        return nothing("none set")
+    return put({key: updates * optimizer_steps_per_update(job)}, "policy updates to optimizer steps")
+
+
 def optimizer(prefix: str, ours: str) -> dict[str, Row]:
     """Rows of an `optim` section."""
 
@@ -144,7 +153,9 @@ def optimizer(prefix: str, ours: str) -> dict[str, Row]:
         "eps": to(f"{ours}.eps", number),
         "clip_grad": to(f"{ours}.grad_clip", number),
         **each("optimizer optimizer_impl name", kind),
-        "lr_warmup_steps": to(f"{ours}.warmup_steps", positive),
+        "lr_warmup_steps": by(
+            lambda job, v: warmup(job, v, f"{ours}.warmup_steps"), f"{ours}.warmup_steps", note="updates to steps"
+        ),
         "lr_warmup_steps_ratio": when(
             no_steps,
             "lr_warmup_steps wins",

@@ -43,6 +43,11 @@ def prompts_per_step(job: ForeignJob) -> int:
     return mini * batches * whole(job.get("async_training.trigger_parameter_sync_step", 4))
 
 
+def optimizer_steps_per_update(job: ForeignJob) -> int:
+    mini = whole(job.get(f"{ACTOR}.ppo_mini_batch_size", 256))
+    return max(1, prompts_per_step(job) // max(1, mini)) * whole(job.get(f"{ACTOR}.ppo_epochs", 1))
+
+
 def bypasses(job: ForeignJob) -> bool:
     """Whether the ratio is of the sampler's log probabilities, which the asynchronous programs have by default."""
     keys = ("algorithm.rollout_correction.bypass_mode", f"{ACTOR}.use_rollout_log_probs")
