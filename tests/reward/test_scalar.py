@@ -127,6 +127,15 @@ def test_normalised_is_score_minus_mean_over_std(save_model, make_rewards, make_
     assert normalised == pytest.approx([(value - 0.5) / 4 for value in raw])
 
 
+def test_the_scale_that_openrlhf_stored_is_read(save_model, make_rewards, make_group, tmp_path):
+    save_model()
+    raw = score(make_rewards, make_group("24", "7")).rewards
+    file = next(tmp_path.rglob("config.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mean": 0.5, "std": 4.0}))
+    normalised = score(make_rewards, make_group("24", "7"), normalize=True).rewards
+    assert normalised == pytest.approx([(value - 0.5) / 4 for value in raw])
+
+
 @pytest.mark.parametrize(
     ("stored", "problem"),
     [

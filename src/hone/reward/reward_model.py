@@ -327,7 +327,9 @@ def _without_padding(ids: Sequence[int], pad_id: int | None) -> Sequence[int]:
 
 
 def _mean_and_std(config: PreTrainedConfig) -> tuple[float, float]:
-    mean, std = getattr(config, MEAN, None), getattr(config, STD, None)
+    """Of `config.json`: as Hone's stage writes them, or as OpenRLHF does, `mean` and `std`."""
+    pairs = [(getattr(config, m, None), getattr(config, s, None)) for m, s in ((MEAN, STD), ("mean", "std"))]
+    mean, std = next((pair for pair in pairs if None not in pair), (None, None))
     if mean is None or std is None:
         raise DataError(
             f"normalize: true, but the model's config.json has no {MEAN} and {STD}. Models that Hone trained to the "
