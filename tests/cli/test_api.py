@@ -152,6 +152,7 @@ def half(group):
     ("given", "problem"),
     [
         ({"sections": {"seed": half}}, "config  seed: must be what a run file can hold: .* (got function)"),
+        ({"sections": {"run": {"steps": 10**5000}}}, "config  run.steps: an integer must be from -2^63 to 2^63 - 1"),
         ({"sections": {"data": [1]}}, "config  data: must be a mapping from keys to values (got list)"),
         ({"sections": {"reward": "exact"}}, "config  reward: must be a mapping from keys to values (got str)"),
         ({"rewards": ["exact"]}, "rewards.0: must be a function (got 'exact'). Rewards that have a name"),

@@ -64,6 +64,7 @@ def test_anchors_and_aliases():
     ("text", "said"),
     [
         ("a: 1\nb:\n\tc: 2\n", "a.yaml:3  is indented with a tab; YAML indents with spaces"),
+        (f"a: {2**63}\nb: {2**63 - 1}\n", "a.yaml:1  an integer must be from -2^63 to 2^63 - 1"),
         ("a: 1\na: 2\n", "a.yaml:2  a is written twice (first on line 1); keep one"),
         ("a: b: c\n", "a.yaml:1  is not valid YAML: a second `:` on the line"),
         ("a: [1\n", "a.yaml:2  is not valid YAML: expected ',' or ']'"),

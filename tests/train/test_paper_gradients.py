@@ -374,7 +374,7 @@ def train(row: AlgorithmSection) -> tuple[list[Step], list[Step], dict[str, floa
         optimizer=OptimizerSection(lr=1e-1),
     )
     steps, critic_steps = steps_of(trainer.policy), steps_of(trainer.critic) if with_critic else []
-    run = SimpleNamespace(trainer=trainer, algorithm=algorithm, progress=Progress(step=10))
+    run = SimpleNamespace(trainer=trainer, algorithm=algorithm, progress=Progress(step=10), utilisation=None)
     _, metrics = learn(run, collate(groups()))
     assert len(steps) == (1 if row.ratio == "none" else 2)
     return steps, critic_steps, metrics

@@ -26,7 +26,7 @@ from hone.config.render import resolved_yaml
 from hone.config.rules import Breach
 from hone.config.rules.rules import breaches
 from hone.config.run import RunConfig
-from hone.config.yaml_tree import COMMAND_LINE, Node, Problem, Where
+from hone.config.yaml_tree import COMMAND_LINE, Node, Problem, Where, too_large
 from hone.errors import ConfigError
 
 _KEY = re.compile(r"\w+(\.\w+)+")
@@ -116,11 +116,16 @@ def load_mapping(sections: Mapping[str, Any], overrides: Sequence[str] = (), *, 
         run_file: gives the name of the run and the folder where relative paths start; it is not read.
     """
     stack, tree = Stack(run_file.parent), Node.of(sections, Where(source))
-    values = ((path, value) for path, leaf in tree.leaves() for value in leaf.scalars())
-    found = [(path, value) for path, value in values if not isinstance(value, str | int | float | None)]
-    if found:
-        rule = "must be what a run file can hold: text, a number, true or false, null, a list or a mapping"
-        raise _error([Problem(Where(source), path, f"{rule} (got {type(value).__name__})") for path, value in found])
+    rule = "must be what a run file can hold: text, a number, true or false, null, a list or a mapping"
+    problems: list[Problem] = []
+    for path, leaf in tree.leaves():
+        for value in leaf.scalars():
+            if not isinstance(value, str | int | float | None):
+                problems.append(Problem(Where(source), path, f"{rule} (got {type(value).__name__})"))
+            elif refusal := too_large(value):
+                problems.append(Problem(Where(source), path, refusal))
+    if problems:
+        raise _error(problems)
     return _resolved(stack, stack.take(tree, run_file), run_file, overrides)
 
 

@@ -188,6 +188,13 @@ def scalar(text: str) -> Any:
     return float("nan") if _NAN.fullmatch(text) else text
 
 
+def too_large(value: Any) -> str | None:
+    """What is wrong with an integer that other programs could not hold; None for all else."""
+    if not isinstance(value, int) or -(2**63) <= value < 2**63:
+        return None
+    return "an integer must be from -2^63 to 2^63 - 1; make it smaller, or text in quotes"
+
+
 class _Builder:
     """Turns parser events into nodes; collects the problems that do not end parsing."""
 
@@ -258,8 +265,10 @@ class _Builder:
     def _scalar(self, event: ScalarEvent, line: int) -> Node:
         if _SURROGATE.search(event.value):
             raise _RefusedNode(line, "holds half a character (a lone surrogate such as \\ud800)")
-        plain = event.implicit[0]
-        return Node(scalar(event.value) if plain else event.value, self.where(line))
+        value = scalar(event.value) if event.implicit[0] else event.value
+        if refusal := too_large(value):
+            self._problem(line, refusal)
+        return Node(value, self.where(line))
 
     def _alias(self, event: AliasEvent, line: int) -> Node:
         if event.anchor not in self._anchors:

@@ -120,7 +120,7 @@ def kl_kind(job: ForeignJob, value: Any, in_loss: bool) -> KeyVerdict:
 
 
 def warmup(job: ForeignJob, value: Any, key: str) -> KeyVerdict:
-    """verl's schedule goes on once per policy update, whatever number of optimizer steps that has."""
+    """verl's schedule advances once per policy update, however many optimizer steps that has."""
     updates = positive(value)
     if updates is None:
         return nothing("none set")
