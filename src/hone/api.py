@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 Config = str | Path | Mapping[str, Any]
 """A run file, a run's folder (with the settings that the run was started with), or the content of a run file."""
-Rewards = Callable[..., Any] | Sequence[Callable[..., Any]]
+RewardFunctions = Callable[..., Any] | Sequence[Callable[..., Any]]
 """One reward function, or several."""
 Data = str | Path | Iterable[Mapping[str, Any]]
 """A file, the name of a Hugging Face dataset, or the rows themselves: a list, a `datasets.Dataset`."""
@@ -69,7 +69,7 @@ class Run:
 def train(
     config: Config,
     *,
-    rewards: Rewards | None = None,
+    rewards: RewardFunctions | None = None,
     train: Data | None = None,
     eval: Data | None = None,
     callbacks: Sequence[OnMetrics] = (),
@@ -117,7 +117,7 @@ def train(
 def check(
     config: Config,
     *,
-    rewards: Rewards | None = None,
+    rewards: RewardFunctions | None = None,
     train: Data | None = None,
     eval: Data | None = None,
 ) -> CheckReport:
@@ -148,7 +148,7 @@ def _refuse_callbacks(callbacks: Sequence[OnMetrics]) -> None:
 
 
 @contextmanager
-def _loaded(config: Config, rewards: Rewards | None, train: Data | None, eval: Data | None) -> Iterator[Loaded]:
+def _loaded(config: Config, rewards: RewardFunctions | None, train: Data | None, eval: Data | None) -> Iterator[Loaded]:
     """The resolved config with the Python objects; inside, functions of this process are found by name."""
     sections, source, run_file = _sections(config)
     functions: dict[str, Callable[..., Any]] = {}

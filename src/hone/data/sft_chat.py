@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -130,8 +129,10 @@ def segments_of(
     try:
         marked = _MARKS.search(template) is not None
         with rendering():
-            find = partial(_marked, template=template) if marked else _appended
-            text, spans = find(tokenizer, messages=messages, clock=clock)
+            if marked:
+                text, spans = _marked(tokenizer, template, messages, clock)
+            else:
+                text, spans = _appended(tokenizer, messages, clock)
     except TemplateRefusal as error:
         raise Malformed(field, str(error)) from error
     segments: list[Segment] = []

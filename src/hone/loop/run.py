@@ -38,11 +38,9 @@ from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Progress
 
 T = TypeVar("T")
-
-
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer | PairLearner)
 PIECE = 1 << 18
 """Tokens that are converted to float64 at a time, about: few enough for the processor's cache."""
-AnyTrainer = TypeVar("AnyTrainer", bound=Trainer | PairLearner)
 
 
 class Offloadable(Protocol):
