@@ -206,6 +206,14 @@ class Sample(WithArrays):
         if self.routing is not None and len(self.routing) != count:
             raise ValueError(f"a sample has {count} tokens, and the routing of {len(self.routing)}")
 
+    def drawn_by(self, engine: str) -> Sample:
+        """The same sample, with the name of the engine that drew it: a copy, without the checks that it has passed."""
+        copied = object.__new__(Sample)
+        for name in Sample.__slots__:
+            object.__setattr__(copied, name, getattr(self, name))
+        object.__setattr__(copied, "engine", engine)
+        return copied
+
     def token_versions(self) -> list[int]:
         """The version of each token."""
         return [span.version for span in self.versions for _ in range(span.num_tokens)]

@@ -67,6 +67,8 @@ class PendingRequest:
     def missing(self) -> list[Request]:
         """What is still to be drawn, with the same randomness: a request for each run of consecutive samples."""
         request = self.request
+        if not self._samples:
+            return [request]
         indices = range(request.first_sample, request.first_sample + request.num_samples)
         absent = [index for index in indices if index not in self._samples]
         runs = [[index for _, index in run] for _, run in groupby(enumerate(absent), lambda item: item[1] - item[0])]
@@ -289,7 +291,7 @@ class Router:
             if instance.lost.done():
                 return
             instance.see()
-            sample = replace(sample, engine=name)
+            sample = sample.drawn_by(name)
             if sample.versions and sample.versions[-1].version > (instance.version or 0):
                 instance.held.append(partial(accept, sample))
             else:
