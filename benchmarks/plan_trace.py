@@ -135,6 +135,8 @@ def _sharded(case: Case):
         checkpointing=case.checkpointing,
         loss=case.loss,
         tensor_parallel=case.tensor,
+        on_cuda=True,
+        fused=True,
     )
     trained = Trained("", work, case.shard, accumulates=False)
     traced = over_depth(

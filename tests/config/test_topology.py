@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hone.config.cluster import Role
 from hone.config.run import RunConfig
-from hone.config.topology import ROLES, needed_roles, topology_lines, topology_of
+from hone.config.topology import ROLES, likely_transport, needed_roles, topology_lines, topology_of
 
 APART = {"train": {"devices": 2, "roles": ["policy"]}, "sample": {"devices": 2, "roles": ["rollout"]}}
 
@@ -169,3 +169,17 @@ def test_any_section_has_a_topology(sizes, nodes, per_node, found, shard, ways):
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_has_a_word_in_the_run_file(role: Role):
     assert run({"pools": {"a": {"devices": 1, "roles": [role]}}}).cluster.pools["a"].roles == (role,)
+
+
+@pytest.mark.parametrize(
+    ("device", "way"),
+    [
+        ("cpu", "Ray's object store"),
+        ("npu", "Ray's object store"),
+        ("cuda", "the memory of their GPU (CUDA IPC)"),
+        ("auto", "the memory of their GPU (CUDA IPC); without GPUs Ray's object store"),
+    ],
+)
+def test_every_device_has_a_transport(device, way):
+    config = run({"devices_per_node": 2}, run={"device": device})
+    assert likely_transport(config, topology_of(config)) == way

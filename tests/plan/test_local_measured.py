@@ -4,12 +4,14 @@ Tiny models and few tokens; the forms must not come out below what is measured, 
 `plan` cannot import, because it must not import torch, are compared with what they stand for.
 """
 
+import shutil
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from measuring import allocated
+from needs import needs
 
 from hone.algo.algorithm import Algorithm
 from hone.config.algorithm import AlgorithmSection
@@ -17,6 +19,7 @@ from hone.config.rules.division import RING_FAMILIES
 from hone.config.run import OptimizerSection
 from hone.data.chat import character_tokenizer
 from hone.model.decoder import FAMILY
+from hone.model.kernels import use_fused_kernels
 from hone.model.layout import BLOCK_SCORES, QUERY_ROWS, round_size
 from hone.model.load import init_model
 from hone.plan import activations, kv_cache, local, presets
@@ -80,9 +83,27 @@ def random_batch(vocab):
 )
 @pytest.mark.parametrize("name", CASES)
 def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision):
+    compare(name, checkpointing, precision)
+
+
+@pytest.mark.slow("compiles kernels with a C++ compiler")
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+@needs("a C++ compiler", any(map(shutil.which, ("c++", "g++", "clang++"))))
+def test_with_fused_kernels_too():
+    """Most of it is logits: a vocabulary of 16,000, in one chunk. In bfloat16 a CPU converts the output weight besides,
+    which a GPU does not."""
+    use_fused_kernels("cpu")
+    try:
+        compare("large vocabulary", "none", "float32", fused=True, chunk_tokens=4096)
+    finally:
+        use_fused_kernels(None)
+
+
+def compare(name, checkpointing, precision, *, fused=False, chunk_tokens=128):
     model, arch = built(name)
     model.checkpointing = checkpointing
-    passes = Passes(precision, tokens_per_microbatch=4096, logprob_chunk_tokens=128, temperature=1.0)
+    passes = Passes(precision, tokens_per_microbatch=4096, logprob_chunk_tokens=chunk_tokens, temperature=1.0)
     trainer = Roles(policy=PolicyTrainer(model, passes, optimizer=OptimizerSection(), total_optimizer_steps=10))
     batch, algorithm = random_batch(arch.vocab), Algorithm(AlgorithmSection(), correction="none")
     trainer.update(batch, algorithm)
@@ -97,7 +118,8 @@ def test_update_and_logprobs_take_what_is_planned(name, checkpointing, precision
         response_tokens=responses,
         longest=PROMPT_TOKENS + RESPONSE_TOKENS,
         checkpointing=checkpointing,
-        chunk_tokens=128,
+        chunk_tokens=chunk_tokens,
+        fused=fused,
     )
     planned = max(moment.bytes for moment in local.update_moments("", work, [], trained=True))
     assert -0.03 < planned / update - 1 < 0.20

@@ -18,6 +18,8 @@ from hone.errors import DataError
 from hone.model.heads import ScalarModel
 from hone.model.load import init_model
 from hone.model.lora import AdapterOff, add_adapter
+from hone.plan.activations import Pass
+from hone.plan.families import architecture_from
 from hone.plan.hardware import find_hardware
 from hone.plan.planner import plan
 from hone.train.critic import Critic
@@ -66,6 +68,8 @@ REAL = {
     "transformers checkpointed": (LLAMA, [HALF, OTHERS, AGAIN, SMALL_CHUNK]),
 }
 QUICK = ("qwen3",)
+ON_CPU = Pass(architecture_from(TINY), "hone", 4, tokens=900, response_tokens=1, longest=129)
+"""By kernels of a CPU; the rest is not asked for."""
 LEAST = {"qwen2 in bfloat16": -0.02}
 """What loses: the CPU's bfloat16 products copy the output weight, inside a kernel."""
 
@@ -121,7 +125,7 @@ def test_a_trace_is_what_the_allocator_hands_out(name, configured):
     architecture, words = REAL[name]
     config = configured(*words)
     batch = full_microbatch(900, max_prompt=64, max_response=65, group=4)
-    traced = trace_local(config, architecture, None, batch)
+    traced = trace_local(config, architecture, None, batch, ON_CPU)
     trainer = real_trainer(config, architecture)
     algorithm = Algorithm(config.algorithm, correction="none", max_response_tokens=65)
     trainer.update(batch, algorithm)
@@ -166,7 +170,7 @@ def test_a_deep_model_lies_on_the_line_through_shallow_ones(words, configured):
     config, batch = configured(*words), full_microbatch(900, max_prompt=64, max_response=65, group=4)
 
     def trace(layers):
-        return trace_local(config, with_layers(TINY, layers), None, batch)
+        return trace_local(config, with_layers(TINY, layers), None, batch, ON_CPU)
 
     whole, line = trace(8), over_depth(trace, 8)
     assert whole.keys() == line.keys()

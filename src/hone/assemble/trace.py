@@ -11,7 +11,7 @@ from typing import Any
 from hone.errors import DataError
 from hone.memory.calibration import RESIDUAL
 from hone.plan.cluster import PoolPlan, Trained, forward_moment, pool_moments, update_moments
-from hone.plan.inputs import implementation_of, microbatch_tokens
+from hone.plan.inputs import implementation_of, microbatch, microbatch_tokens
 from hone.plan.ledger import Moment
 from hone.plan.planner import Plan
 from hone.plan.pools import pools_of
@@ -108,7 +108,7 @@ def _single(
     def traced(layers: int) -> Moments:
         say(f"tracing the trainer with {layers} layers")
         theirs = None if critic is None else with_layers(critic, layers)
-        return trace_local(config, with_layers(policy, layers), theirs, batch)
+        return trace_local(config, with_layers(policy, layers), theirs, batch, microbatch(inputs))
 
     if inputs.workload.adapter_rank and implementation_of(inputs) == "transformers":
         notes.append("not traced: an adapter in Transformers' own class")
@@ -120,7 +120,7 @@ def _single(
     yield from compared(device, planned, moments, without=NO_TENSORS)
     notes.append("not traced: the engine, and what the process takes besides tensors")
     if inputs.hardware.kind == "gpu":
-        notes.append("traced as on a CPU: what a GPU's kernels take for themselves is not in it")
+        notes.append("not traced: what a GPU's kernels take for themselves")
 
 
 def _batch(found: Plan, tokens: int) -> Batch:

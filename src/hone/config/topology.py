@@ -377,6 +377,6 @@ def likely_transport(config: RunConfig, topology: Topology) -> str | None:
     """For people, before anybody looked whether there are GPUs; None where there are no engines."""
     if not topology.engines:
         return None
-    kinds = {"cpu": [False], "cuda": [True], "auto": [True, False]}[config.run.device]
+    kinds = {"cpu": [False], "npu": [False], "cuda": [True], "auto": [True, False]}[config.run.device]
     ways = [in_words(transport_of(config, topology, on_gpu=on_gpu), on_gpu=on_gpu) for on_gpu in kinds]
     return ways[0] if len(set(ways)) == 1 else f"{ways[0]}; without GPUs {ways[1]}"

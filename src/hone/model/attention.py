@@ -13,6 +13,8 @@ no further transposition, and grouped queries share a key without a copy of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +28,20 @@ from hone.model.varlen_attention import FLASH, varlen_attention
 
 FLASH_WIDTH = 256
 """Widest head that flash attention computes."""
+
+
+class _Flash:
+    is_anywhere = False
+
+
+@contextmanager
+def flash_anywhere() -> Iterator[None]:
+    """Inside, attention in 16 bits is flash attention's on every device: for traces, whose tensors have no numbers."""
+    before, _Flash.is_anywhere = _Flash.is_anywhere, True
+    try:
+        yield
+    finally:
+        _Flash.is_anywhere = before
 
 
 class Attention(Protocol):
@@ -53,7 +69,8 @@ def shared_prompt_attention(layout: Layout) -> Attention:
     ) -> Tensor:
         if window is not None and window >= layout.longest:
             window = None
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= FLASH_WIDTH:
+        is_half = q.dtype in (torch.bfloat16, torch.float16)
+        if (q.is_cuda or _Flash.is_anywhere) and is_half and q.shape[-1] <= FLASH_WIDTH:
             return by_flash(layer, q, k, v, window, sink_H)
         return _SharedPromptAttention.apply(q, k, v, sink_H, workspace, window)
 

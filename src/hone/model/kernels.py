@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -28,11 +29,17 @@ MOST_VARIANTS = 64
 """Of one function, over shapes and types of all models of a process; torch's limit is 8."""
 
 
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a function into a fused kernel."""
+
+
 class _Switch:
     device_type: str | None = None
     """Whose tensors fused kernels are for; None: off."""
     is_tried = False
     """Whether the compiler has been seen to work here."""
+    compiler: Compiler | None = None
+    """In place of torch.compile."""
 
 
 _switch = _Switch()
@@ -41,6 +48,17 @@ _switch = _Switch()
 def use_fused_kernels(device_type: str | None) -> None:
     """Turn fused kernels on for tensors on `cuda` or `cpu` in this process, or off."""
     _switch.device_type = device_type
+
+
+@contextmanager
+def fused_by(compiler: Compiler, device_type: str) -> Iterator[None]:
+    """Inside, fused kernels are on for tensors on a device, and are made by `compiler` in place of torch.compile."""
+    before = _switch.device_type, _switch.is_tried, _switch.compiler
+    _switch.device_type, _switch.is_tried, _switch.compiler = device_type, True, compiler
+    try:
+        yield
+    finally:
+        _switch.device_type, _switch.is_tried, _switch.compiler = before
 
 
 def uses_fused_kernels(device: torch.device) -> bool:
@@ -80,7 +98,7 @@ def fused_kernel(function: Callable[..., T]) -> Callable[..., T]:
         if torch.compiler.is_compiling() or not len(first) or not uses_fused_kernels(first.device):
             return function(*rows, **rest)
         constants = {name: value.detach() if isinstance(value, Tensor) else value for name, value in rest.items()}
-        return _compiled(function)(*map(_of_any_length, rows), **constants)
+        return (_switch.compiler or _compiled)(function)(*map(_of_any_length, rows), **constants)
 
     return call
 

@@ -6,11 +6,13 @@ keeps q, k, v, its output and one normaliser per query, and capped scores beside
 in `state_activations.py`. Bytes per number: 2 in bfloat16, 4 in float32.
 
 Tensor parallelism divides heads and feed-forward widths, not the residual stream; sequence parallelism divides tokens,
-but not attention's masks. Not modelled: fused kernels of other libraries.
+but not the masks of attention by blocks. On GPUs in 16 bits attention is flash attention's, which has no masks. Not
+modelled: fused kernels of other libraries.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +26,10 @@ BLOCK_SCORES = 1 << 19
 """Scores per head that attention makes at one time; `model.layout.BLOCK_SCORES`, a test compares them."""
 QUERY_ROWS = 256
 """Queries of a tile of attention; `model.layout.QUERY_ROWS`, a test compares them."""
+FLASH_WIDTH = 256
+"""Widest head that flash attention computes; `model.attention.FLASH_WIDTH`, a test compares them."""
+INDEX_BYTES = 8
+"""Of a place of a token, or of one head of it."""
 SCORE_BYTES = {(4, False): 4, (4, True): 8, (2, False): 8, (2, True): 14}
 """Bytes of attention's workspace per score, by bytes per number and whether it goes backward: scores, their gradient,
 and for bfloat16 the copies in float32."""
@@ -42,8 +48,9 @@ autograd), and what its backward pass adds (the rest, measured), which computes 
 models with layers with states; of others a feed-forward block's gradients are more."""
 NAIVE_BYTES, NAIVE_BYTES_FORWARD = 12, 8
 """Per token and vocabulary entry, of log_softmax and gather in float32: while the loss goes backward, and forward."""
-CHUNK_BYTES_FORWARD = 12
-"""The same of Hone's chunked logprobs, forward: logits, their powers, and the product that entropy is a sum of."""
+CHUNK_BYTES_FORWARD, FUSED_CHUNK_BYTES_FORWARD = 12, 4
+"""The same of Hone's chunked logprobs, forward: logits, their powers, and the product that entropy is a sum of; fused
+kernels have products alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,32 @@ class Pass:
     rows: Literal["one", "padded"] | None = None
     """How Transformers' class is given samples in Hone's trainer: in one row over which Hone attends, or padded, and
     attention keeps keys and values once per query head. None: its own attention, with neither masks nor copies."""
+    prompt: int = 0
+    """Tokens of the longest prompt, which its samples share."""
+    on_cuda: bool = False
+    """On a GPU of NVIDIA or AMD."""
+    fused: bool = False
+    """Passes over logits are fused kernels (`run.fused_kernels`)."""
+
+    @property
+    def is_flash(self) -> bool:
+        """Whether attention over a layout is flash attention's."""
+        width = self.architecture.q_size // max(self.architecture.heads, 1)
+        return self.on_cuda and self.bytes_each == 2 and width <= FLASH_WIDTH
+
+    @property
+    def ring(self) -> int:
+        """Chunks of tokens that go round a ring, where sequence parallelism is more than divides the key-value heads;
+        else 1. See `model.parallel.divide_tokens`."""
+        if self.implementation != "hone":
+            return 1
+        heads = self.architecture.kv_heads // self.tensor_parallel
+        return self.sequence_parallel // math.gcd(self.sequence_parallel, max(heads, 1))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange tokens for heads around attention."""
+        return self.sequence_parallel > self.ring
 
     @property
     def chunk(self) -> int:
@@ -145,7 +178,7 @@ def _own(work: Pass) -> float:
     sequences are exchanged for heads, v is no part of qkv any more, and the output is there in both divisions."""
     arch, p, tp = work.architecture, work.bytes_each, work.tensor_parallel
     q, kv = arch.q_size / tp, arch.kv_size / tp
-    attention = (3 if work.sequence_parallel == 1 else 4) * (q + kv)
+    attention = (4 if work.exchanges else 3) * (q + kv)
     heads = (8 * arch.heads + 4 * (arch.heads + arch.kv_heads) * arch.qk_norm) / tp
     return p * (4 * arch.hidden + attention + 3 * arch.inner / tp) + heads + 8
 
@@ -228,11 +261,28 @@ def _block_backward(work: Pass) -> float:
     arch, tp = work.architecture, work.tensor_parallel
     widths = 3 if work.implementation == "hone" or arch.experts else 2
     feed_forward = work.bytes_each * (widths * arch.active_inner / tp + arch.hidden)
+    if work.ring > 1:  # as it comes, what the feed-forward block kept is gone
+        used_up = work.bytes_each * (3 * arch.active_inner / tp + 2 * arch.hidden)
+        return max(feed_forward, ring_per_token(work, backward=True) - used_up)
     if not arch.caps_scores:
         return feed_forward
     used_up = work.bytes_each * 4 * arch.active_inner / tp
     gradients = (4 + work.bytes_each) * arch.heads * work.longest / tp  # softmax's in float32, and its conversion
     return max(feed_forward, gradients - used_up)
+
+
+def ring_per_token(work: Pass, *, backward: bool) -> float:
+    """Bytes per token of this device that ring attention takes at its most in one layer: the chunk of keys and values
+    that a device has, the one that it computes with, and the next one on its way; and what has been summed so far, in
+    float32 at least: output, or the gradients of queries, of its own chunk, of the one it computes with and of the one
+    that goes back, which is sent and received. Besides, what a kernel returns; forward that is of half of the chunk,
+    and is mixed in float32."""
+    arch, p = work.architecture, work.bytes_each
+    q, kv = arch.q_size / work.tensor_parallel, 2 * arch.kv_size / work.tensor_parallel
+    exact = max(p, 4)
+    if backward:
+        return 3 * p * kv + exact * (q + 4 * kv) + p * (q + kv)
+    return 3 * p * kv + exact * q + (p + 2 * exact) * q / 2
 
 
 def forward_per_token(work: Pass) -> float:
@@ -251,6 +301,9 @@ def _forward(work: Pass, kind: LayerKind) -> float:
             numbers = max(numbers, (4 + 2 * arch.gates_attention) * arch.q_size + 2 * arch.kv_size)
         else:
             numbers += 1.5 * _attention_numbers(arch)
+        if work.ring > 1:  # instead of the feed-forward block's
+            block = 3 * work.bytes_each * arch.active_inner * kind.has_block / tp
+            scores = max(ring_per_token(work, backward=False) - block, 0)
     computed = work.bytes_each * (numbers / tp + 3 * arch.hidden) + scores
     if not (kind.has_states and arch.states):
         return computed
@@ -258,17 +311,27 @@ def _forward(work: Pass, kind: LayerKind) -> float:
     return max(computed, inside + 4 * work.bytes_each * arch.hidden)
 
 
+def logits_forward_bytes_each(work: Pass) -> int:
+    """Bytes per token and vocabulary entry in the forward pass."""
+    if work.loss == "naive":
+        return NAIVE_BYTES_FORWARD
+    return FUSED_CHUNK_BYTES_FORWARD if work.fused else CHUNK_BYTES_FORWARD
+
+
 def logits_forward_bytes(work: Pass) -> int:
     """Bytes of logits and what is made of them, at their most in the forward pass."""
-    each = NAIVE_BYTES_FORWARD if work.loss == "naive" else CHUNK_BYTES_FORWARD
+    each = logits_forward_bytes_each(work)
     return round(each * work.chunk * work.architecture.vocab / work.tensor_parallel) if work.has_logits else 0
 
 
 def logits_backward_bytes_each(work: Pass) -> int:
     """Bytes per token and vocabulary entry while the loss goes backward: logprobs and gradient in float32, and its
-    copy in the compute dtype; with an entropy bonus one slope more."""
+    copy in the compute dtype; with an entropy bonus one slope more. Fused kernels have products in float32, and their
+    gradient in the compute dtype."""
     if work.loss == "naive":
         return NAIVE_BYTES
+    if work.fused:
+        return 4 + work.bytes_each
     return 8 + (2 if work.bytes_each == 2 else 0) + 4 * work.entropy_gradient
 
 
@@ -286,19 +349,51 @@ def output_gradient_bytes(work: Pass) -> int:
     return round(max(4 * matrix, converted))
 
 
-def mask_bytes(work: Pass, *, backward: bool) -> int:
-    """Hone's attention: masks of all blocks in float32, and its workspace of scores, which all layers share; for
-    padded rows a mask of each row: numbers that are added to capped scores, and else truth values."""
+def attention_bytes(work: Pass, *, backward: bool) -> int:
+    """What attention takes besides activations, for all layers together. Over a layout: with flash attention, and in a
+    ring, the places of tokens. By blocks: masks of all blocks in float32, indices of the rows that they gather, and a
+    workspace of scores. Of padded rows a mask of each: numbers that are added to capped scores, and else truth values.
+    """
     if work.rows == "padded":
         each = work.bytes_each if work.architecture.caps_scores else 1
         return each * work.tokens * work.longest if work.architecture.attention_layers else 0
     if work.implementation != "hone" and work.rows != "one":
         return 0
-    tokens, heads = work.tokens * work.sequence_parallel, work.architecture.heads / work.tensor_parallel
-    mean_keys = min(work.longest, work.longest / 2 + QUERY_ROWS)
+    tokens = work.tokens * work.sequence_parallel
+    if work.ring > 1:
+        chunk = tokens // work.ring
+        return INDEX_BYTES * chunk + (0 if work.is_flash else _tile_bytes(work, min(chunk, work.longest)))
+    if work.is_flash:
+        return INDEX_BYTES * tokens
+    heads = work.architecture.heads / work.tensor_parallel / work.sequence_parallel
+    rows = max(min(BLOCK_SCORES // work.longest, QUERY_ROWS), 1)
+    mean_keys = _mean_keys(work, rows)
     scores = min(BLOCK_SCORES, tokens * mean_keys)
-    each = SCORE_BYTES[work.bytes_each, backward]
-    return round(4 * tokens * mean_keys + each * scores * heads / work.sequence_parallel)
+    workspace = SCORE_BYTES[work.bytes_each, backward] * scores * heads
+    return round(4 * tokens * mean_keys + _index_bytes(work, tokens, rows, mean_keys) + workspace)
+
+
+def _mean_keys(work: Pass, rows: int) -> float:
+    """Keys of a tile of so many queries, in the mean of all tiles: those of a response see all of their prompt."""
+    of_response = min(work.longest, (work.prompt + work.longest) / 2 + rows)
+    if not work.prompt:
+        return of_response
+    share = min(work.response_tokens / work.tokens, 1)
+    return share * of_response + (1 - share) * min(work.prompt, work.prompt / 2 + rows)
+
+
+def _index_bytes(work: Pass, tokens: int, rows: int, mean_keys: float) -> float:
+    """Indices of all blocks, of each head: queries, where their results are put, and where those are read; of each
+    tile, its keys, its values and where their gradients are summed. And of each token alone."""
+    ways = work.tensor_parallel * work.sequence_parallel
+    heads, kv_heads = work.architecture.heads / ways, work.architecture.kv_heads / ways
+    return INDEX_BYTES * (tokens * (3 * heads + 4) + tokens / rows * mean_keys * (3 * kv_heads + 1))
+
+
+def _tile_bytes(work: Pass, keys: int) -> int:
+    """Scores of one tile of a ring's plain products: themselves, their gradient, and what one of them is made of."""
+    heads = work.architecture.heads / work.tensor_parallel / (work.sequence_parallel // work.ring)
+    return round(3 * max(work.bytes_each, 4) * heads * QUERY_ROWS * keys)
 
 
 def embedding_gradient_bytes(work: Pass) -> int:

@@ -166,6 +166,11 @@ class Architecture:
         return max(self.vocab * self.hidden, self.layer_parameters if self.experts else 0)
 
     @property
+    def largest_sent(self) -> int:
+        """Parameters of the largest weight under the names of the model's repository, where experts are one by one."""
+        return max(self.vocab * self.hidden, self.hidden * max(self.inner, self.q_size))
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of the largest layer."""
         moe, norms = self.experts, self.norms_per_layer * self.hidden

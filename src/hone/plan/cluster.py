@@ -143,7 +143,7 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     tokens, knob = work.tokens, "train.tokens_per_microbatch"
     states, optimizing = [*model.states(), *seen], [*model.states()]
     saved = term("activations", *kept_by_layers(work), knob)
-    masks = local.masks(work, backward=True)
+    masks = local.of_attention(work, backward=True)
     root = _root(model)
     layers = term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters")
     hidden = term("hidden states", 4 * p * arch.hidden * tokens, f"{4 * p} B x {arch.hidden} x {tokens:,} tokens", knob)
@@ -205,7 +205,7 @@ def forward_moment(phase: str, name: str, model: Trained, held: list[Term]) -> M
     each, knob = forward_per_token(work), "train.tokens_per_microbatch"
     parts = [
         term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob),
-        local.masks(work, backward=False),
+        local.of_attention(work, backward=False),
         _root(model),
         term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters"),
     ]
@@ -240,7 +240,11 @@ class PoolPlan:
     judge_sleeps: bool = True
     is_gpu: bool = True
     bucket_bytes: int = 0
-    """Weights in transfer from trainer to engine, at each end."""
+    """Of the buckets in which weights are published, at most."""
+    sent_bytes: int = 0
+    """Of the largest weight that is published; a larger one than a bucket has one of its own size."""
+    by_host: bool = False
+    """Weights are published through host memory (Ray's object store), not from device to device."""
 
 
 def pool_moments(pool: PoolPlan, workload: Workload) -> list[Moment]:
@@ -252,10 +256,10 @@ def pool_moments(pool: PoolPlan, workload: Workload) -> list[Moment]:
     judge_awake = pool.judge.terms() if pool.judge else []
     judge_asleep = pool.judge.asleep_terms(2 if pool.judge_sleeps else 0) if pool.judge else []
     found: list[Moment] = []
-    if pool.engine:
-        under_way = term("weights under way", 2 * pool.bucket_bytes, "a bucket at each end", "cluster.bucket_mib")
+    if pool.engine or (pool.policy and pool.bucket_bytes):
         woken = [one for one in engine_awake if "KV cache" not in one.name]
-        found.append(moment("publish", "weights loaded", base, idle, woken, judge_asleep, under_way))
+        found.append(moment("publish", "weights loaded", base, idle, woken, judge_asleep, _under_way(pool)))
+    if pool.engine:
         found.append(moment("rollout", "sampling", base, idle, engine_awake, judge_awake))
     elif pool.judge:
         found.append(moment("reward", "judging", base, idle, judge_awake))
@@ -273,6 +277,34 @@ def pool_moments(pool: PoolPlan, workload: Workload) -> list[Moment]:
     if pool.critic:
         found += update_moments(pool.critic, [*held, *_states_of(pool.policy), *_reference(pool)])
     return found
+
+
+def _under_way(pool: PoolPlan) -> Iterator[Term]:
+    """What one device holds of a version that is published (docs/publishing.md, "Memory")."""
+    knob, largest = "cluster.bucket_mib", max(pool.bucket_bytes, pool.sent_bytes)
+    if pool.policy and pool.policy.is_sharded:
+        yield term("gathered weight", pool.sent_bytes, "the largest, from all ranks")
+    if pool.by_host and pool.is_gpu:
+        return
+    if pool.policy:
+        yield term("weights under way", largest + pool.bucket_bytes, "two buckets of the sender", knob)
+    if pool.engine:
+        waiting = pool.engine.waiting_bytes if isinstance(pool.engine, EnginePlan) else 0
+        yield term("weights under way", largest + waiting, "the engine's bucket, and what waits for its layer", knob)
+
+
+def _under_way_on_host(pools: Sequence[tuple[PoolPlan, int]]) -> int:
+    """Of buckets in a machine's object store, in the memory of its sender, and in files for workers of one engine."""
+    here = [(pool, devices) for pool, devices in pools if devices and pool.by_host and (pool.policy or pool.engine)]
+    if not here:
+        return 0
+    first, _ = here[0]
+    largest = max(first.bucket_bytes, first.sent_bytes)
+    two, files = largest + first.bucket_bytes, 0
+    for pool, devices in here:
+        if isinstance(pool.engine, EnginePlan) and (ways := pool.engine.settings.tensor_parallel) > 1:
+            files += largest * (devices // ways)
+    return two + two * any(pool.policy for pool, _ in here) + files
 
 
 def _base(pool: PoolPlan) -> Iterator[Term]:
@@ -343,6 +375,11 @@ def _machine(pools: list[tuple[PoolPlan, int]], driver: Sequence[Term]) -> Itera
             held.append(term("sleeping engines' weights", size, "sleep level 1", "cluster.engines.sleep_level"))
         if pool.judge and pool.judge_sleeps:
             asleep.append(term("sleeping judges' weights", pool.judge.weights_bytes * devices, "sleep level 1"))
+    if size := _under_way_on_host(pools):
+        under_way = term(
+            "weights under way", size, "buckets in Ray's object store, sent and read", "cluster.bucket_mib"
+        )
+        yield moment("publish", "weights loaded", processes, held, asleep, under_way)
     yield moment("rollout", "sampling", processes, held)
     yield moment("update", "training", processes, held, asleep)
     if any(one.bytes for one in staged):

@@ -93,6 +93,11 @@ class EnginePlan:
         return max(held - settings.offload_bytes, 0)
 
     @property
+    def waiting_bytes(self) -> int:
+        """Of new weights that wait for the rest of their layer, which is loaded when it is whole."""
+        return self.settings.weight_bytes * self.settings.architecture.layer_parameters
+
+    @property
     def adapter_bytes(self) -> int:
         """Of an adapter beside the weights, as large as its rank allows."""
         settings = self.settings

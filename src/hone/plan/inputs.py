@@ -103,10 +103,14 @@ def automatic_implementation(architecture: Architecture) -> Implementation:
     return "hone" if architecture.model_type in activations.OWN_FAMILIES else "transformers"
 
 
+def is_cuda(inputs: Inputs) -> bool:
+    """Whether the devices are GPUs of NVIDIA or AMD."""
+    return inputs.hardware.names[0] == "cuda"
+
+
 def has_graphs(inputs: Inputs) -> bool:
     """Whether Hone's own engine decodes by CUDA graphs."""
-    is_cuda = inputs.hardware.names[0] == "cuda"
-    return is_cuda and implementation_of(inputs) == "hone" and not inputs.config.cluster.engines.enforce_eager
+    return is_cuda(inputs) and implementation_of(inputs) == "hone" and not inputs.config.cluster.engines.enforce_eager
 
 
 def bytes_each(inputs: Inputs) -> int:
@@ -147,6 +151,9 @@ def microbatch(inputs: Inputs, *, ranks: int = 1) -> Pass:
         tensor_parallel=trainer.tensor_parallel,
         sequence_parallel=trainer.sequence_parallel,
         rows=rows,
+        prompt=lengths.max_prompt,
+        on_cuda=is_cuda(inputs),
+        fused=is_cuda(inputs) if (fused := inputs.config.run.fused_kernels) is None else fused,
     )
 
 

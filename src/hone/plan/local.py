@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from hone.plan import towers
 from hone.plan.activations import (
-    CHUNK_BYTES_FORWARD,
     LAST_NORM_BYTES,
     Pass,
+    attention_bytes,
     backward_per_token,
     embedding_gradient_bytes,
     forward_per_token,
@@ -22,8 +22,8 @@ from hone.plan.activations import (
     logits_backward_bytes,
     logits_backward_bytes_each,
     logits_forward_bytes,
+    logits_forward_bytes_each,
     made_again_per_token,
-    mask_bytes,
     output_gradient_bytes,
     recomputes_last,
 )
@@ -364,12 +364,12 @@ def _layer_forward(work: Pass, knob: str = "train.tokens_per_microbatch") -> Ite
     """A layer of a pass without gradients."""
     each = forward_per_token(work)
     yield term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob)
-    yield masks(work, backward=False)
+    yield of_attention(work, backward=False)
 
 
 def _loss_forward(work: Pass) -> Iterator[Term]:
     yield _hidden(work)
-    yield _logits(logits_forward_bytes(work), CHUNK_BYTES_FORWARD, work)
+    yield _logits(logits_forward_bytes(work), logits_forward_bytes_each(work), work)
 
 
 def forward_moments(work: Pass, held: list[Term]) -> Iterator[Moment]:
@@ -382,11 +382,11 @@ def update_moments(prefix: str, work: Pass, held: list[Term], *, trained: bool) 
     """The moments of a microbatch that may be its largest; `held` is there besides."""
     arch = work.architecture
     saved = term("activations", *kept_by_layers(work), "train.tokens_per_microbatch")
-    kept = [*held, saved, masks(work, backward=False)]
+    kept = [*held, saved, of_attention(work, backward=False)]
     if work.has_logits:
         yield moment("update", f"{prefix}loss forward", kept, _loss_forward(work))
         yield moment("update", f"{prefix}loss backward", kept, _loss_backward(work, trained=trained))
-    mask = masks(work, backward=True)
+    mask = of_attention(work, backward=True)
     if arch.states:
         each = LAST_NORM_BYTES[work.bytes_each] * arch.hidden
         norm = term("last norm", each * work.tokens, f"{each:,} B x {work.tokens:,} tokens")
@@ -431,10 +431,13 @@ def _hidden(work: Pass) -> Term:
     return term("hidden states", 3 * p * arch.hidden * tokens, f"{3 * p} B x {arch.hidden} x {tokens:,} tokens")
 
 
-def masks(work: Pass, *, backward: bool) -> Term:
-    """Those of one layer's attention."""
-    size = mask_bytes(work, backward=backward)
-    return term("attention masks", size, f"blocks of {work.tokens:,} queries", "train.tokens_per_microbatch")
+def of_attention(work: Pass, *, backward: bool) -> Term:
+    """Masks, indices and scores."""
+    size = attention_bytes(work, backward=backward)
+    what = f"blocks of {work.tokens:,} queries"
+    if work.is_flash and work.rows != "padded":
+        what = f"places of {work.tokens:,} tokens for flash attention"
+    return term("masks and indices", size, what, "train.tokens_per_microbatch")
 
 
 def _logits(size: int, each: int, work: Pass) -> Term:

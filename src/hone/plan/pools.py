@@ -22,7 +22,15 @@ from hone.config.topology import TRAINED, TrainerGroup, is_sharded, judge_servic
 from hone.plan.cluster import PoolPlan, Trained, adapter_of
 from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import EnginePlan, EngineSettings
-from hone.plan.inputs import Inputs, automatic_implementation, bytes_each, has_graphs, microbatch, room_of
+from hone.plan.inputs import (
+    Inputs,
+    automatic_implementation,
+    bytes_each,
+    has_graphs,
+    is_cuda,
+    microbatch,
+    room_of,
+)
 from hone.plan.kv_cache import CacheRoom, most_within
 from hone.plan.local import LocalSettings
 from hone.plan.workload import share_of
@@ -57,7 +65,9 @@ def _pool(inputs: Inputs, pool: topology.Pool) -> PoolPlan:
     reference = inputs.topology.reference if inputs.workload.has_reference and not is_adapter_off else None
     critic = inputs.topology.critic if inputs.critic else None
     learns = any(role in TRAINED for role in roles)
-    weights = bytes_each(inputs) * inputs.architecture.total_parameters
+    each, adapter = bytes_each(inputs), config.lora.publish == "adapter"
+    weights = each * (policy.adapter if adapter else inputs.architecture.total_parameters)
+    by_host = adapter or topology.transport_of(config, inputs.topology, on_gpu=is_cuda(inputs)) == "ray"
     scorer: EnginePlan | EmbeddedJudge | Reader | None = None
     if "judge" in roles:
         (service,) = judge_services(config)
@@ -76,7 +86,9 @@ def _pool(inputs: Inputs, pool: topology.Pool) -> PoolPlan:
         engine_sleeps=config.cluster.engines.sleep_level if learns else 0,
         judge_sleeps=learns,
         is_gpu=inputs.hardware.kind == "gpu",
-        bucket_bytes=min(round(inputs.config.cluster.bucket_mib * 2**20), weights),
+        bucket_bytes=min(round(config.cluster.bucket_mib * 2**20), weights),
+        sent_bytes=min(each * inputs.architecture.largest_sent, weights),
+        by_host=by_host,
     )
 
 
@@ -228,7 +240,7 @@ def _embedded_judge(inputs: Inputs, service: str, lengths: tuple[int, int], vote
     each = 2 if hardware.bfloat16 else 4
     most = most_within(hardware.memory_bytes, architecture, each, rows)
     code = automatic_implementation(architecture)
-    work = replace(microbatch(inputs), architecture=architecture, implementation=code, bytes_each=each)
+    work = replace(microbatch(inputs), architecture=architecture, implementation=code, bytes_each=each, prompt=prompt)
     settings = replace(
         _local_settings(inputs),
         architecture=architecture,
@@ -236,7 +248,7 @@ def _embedded_judge(inputs: Inputs, service: str, lengths: tuple[int, int], vote
         room=CacheRoom(prompt, answer, rows, rows, most, shares_prompts=code == "hone"),
         max_concurrent=rows,
         prefill_tokens=RolloutSection.model_fields["prefill_tokens"].default,
-        graphs=code == "hone" and hardware.names[0] == "cuda",
+        graphs=code == "hone" and is_cuda(inputs),
         picture_pixels=0,
     )
     asks = replace(inputs.workload.lengths, max_prompt=prompt, max_response=answer)

@@ -26,11 +26,12 @@ from hone.model.heads import ScalarModel
 from hone.model.hf import TransformersModel, as_computed, auto_class
 from hone.model.load import Implementation, init_config, is_ours
 from hone.model.lora import AdapterOff, add_adapter
+from hone.plan.activations import Pass
 from hone.train.critic import Critic
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.train.roles import Reference, Roles
-from hone.train.tracing.memory import LiveMemory, Moments, backward_begins, fake_tensors
+from hone.train.tracing.memory import LiveMemory, Moments, backward_begins, fake_tensors, kernels_of
 from hone.types import Batch
 
 
@@ -63,16 +64,17 @@ def with_layers(architecture: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def trace_local(
-    config: RunConfig, policy: Mapping[str, Any], critic: Mapping[str, Any] | None, batch: Batch
+    config: RunConfig, policy: Mapping[str, Any], critic: Mapping[str, Any] | None, batch: Batch, work: Pass
 ) -> Moments:
     """Most bytes of tensors at each moment of one update, from the making of the states on.
 
     Args:
         policy, critic: keys of a config.json; no critic's: it is a copy of the policy, if there is one.
         batch: one microbatch, of real tensors, for how it is laid out depends on their numbers.
+        work: the microbatch as the plan has it, which says by which kernels it is computed.
     """
     memory = LiveMemory()
-    with fake_tensors(memory):
+    with fake_tensors(memory), kernels_of(memory, work):
         trainer = _trainer(config, policy, critic, memory)
         algorithm = Algorithm(
             config.algorithm, correction=correction(config), max_response_tokens=config.rollout.max_response_tokens

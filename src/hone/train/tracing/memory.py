@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,10 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from hone.model.attention import flash_anywhere
+from hone.model.kernels import fused_by
+from hone.plan.activations import Pass
 
 Moments = dict[tuple[str, str], int]
 """Most bytes alive at each moment, by phase and moment as in `plan.ledger`."""
@@ -51,6 +55,18 @@ class LiveMemory(TorchDispatchMode):
         for tensor in tensors:
             self._add(tensor)
         self._note()
+
+    def as_one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, of whose tensors only the results are counted."""
+        unseen = self._blind(function)
+
+        def call(*args: Any, **named: Any) -> Any:
+            found = unseen(*args, **named)
+            self._look(found)
+            self._note()
+            return found
+
+        return call
 
     def __enter__(self) -> LiveMemory:
         """FSDP2 frees gathered weights by resizing their storage, and DTensor makes tensors of global shapes to learn
@@ -126,10 +142,10 @@ class LiveMemory(TorchDispatchMode):
         return resize
 
     def _blind(self, infer: Callable[..., Any]) -> Callable[..., Any]:
-        def inferred(*args: Any) -> Any:
+        def inferred(*args: Any, **named: Any) -> Any:
             before, self._is_blind = self._is_blind, True
             try:
-                return infer(*args)
+                return infer(*args, **named)
             finally:
                 self._is_blind = before
 
@@ -166,6 +182,16 @@ def fake_tensors(memory: LiveMemory) -> Iterator[None]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_TracedValues())
         stack.enter_context(memory)
+        yield
+
+
+@contextmanager
+def kernels_of(memory: LiveMemory, work: Pass) -> Iterator[None]:
+    """Inside, attention and fused kernels are those that the plan of a pass counts."""
+    with (
+        flash_anywhere() if work.is_flash else nullcontext(),
+        fused_by(memory.as_one_kernel, "cpu") if work.fused else nullcontext(),
+    ):
         yield
 
 

@@ -31,7 +31,7 @@ from hone.model.parallel import divide_class, divide_layers
 from hone.plan.cluster import Trained
 from hone.train.mesh import SHARD, TENSOR
 from hone.train.tracing.local import marked
-from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors
+from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors, kernels_of
 from hone.types import Batch
 
 
@@ -56,7 +56,7 @@ def trace_sharded(trained: Trained, architecture: Mapping[str, Any], batch: Batc
             rows = max(1, trained.work.tokens // trained.work.longest) if trained.work.architecture.caps_scores else 1
             position_RX = torch.arange(trained.work.tokens // rows).expand(rows, -1)
             microbatch = _Packed(torch.zeros_like(position_RX), position_RX, wanted, wanted)
-        with fake_tensors(memory):
+        with fake_tensors(memory), kernels_of(memory, trained.work):
             model.to_empty(device="cpu")
             model.tie()
             optimizer = _with_states(model)
