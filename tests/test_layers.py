@@ -12,7 +12,7 @@ import hone
 
 SOURCES = Path(hone.__file__).parent
 LAYERS = (
-    ("types", "errors", "runtime"),
+    ("types", "errors", "sizes", "runtime"),
     ("doctor", "devices"),
     ("config",),
     ("observe",),

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 QUAINT = re.compile(
-    r"\b((is|was|are|were)\s+told|goes\s+on|go\s+on\s+with|nobody|somebody|whoever|mend(?:s|ed)?|for\s+ever|referee|beneath|go\s+on\s+from)\b",
+    r"\b((is|was|are|were)\s+told|goes\s+on|go\s+on\s+with|nobody|somebody|anybody|everybody|whoever|mend(?:s|ed)?|for\s+ever|referee|beneath|go\s+on\s+from)\b",
     re.IGNORECASE,
 )
 """A reader of this field has to translate these: say logged or reported, continues, no process, forever, base."""

@@ -2,8 +2,12 @@
 
 The exit code belongs to the kind of failure, not to the place that raised it, so that a script can distinguish
 "fix your file" from "the machine is too small". Failures of the world (a reward that cannot be had for one
-sample) are not errors but data: see `types.Score`.
+sample) are not errors but data: see `types.Score`. What messages are made of is here too.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class HoneError(Exception):
@@ -17,7 +21,7 @@ class ConfigError(HoneError):
 
     exit_code = 2
 
-    def __init__(self, problems: "list[str]") -> None:
+    def __init__(self, problems: list[str]) -> None:
         self.problems = problems
         super().__init__("\n".join(problems))
 
@@ -98,3 +102,20 @@ class PlacementError(ClusterError):
     """The run file asks for devices that the cluster does not have."""
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; where it has none, what kind of error it is."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def nearest(word: str, candidates: Iterable[str], cutoff: float = 72) -> str | None:
+    """The candidate that is spelled most like `word`, if any is close.
+
+    Args:
+        cutoff: likeness that is close enough, from 0 to 100.
+    """
+    from rapidfuzz import fuzz, process
+
+    found = process.extractOne(word, list(candidates), scorer=fuzz.ratio, processor=str.lower, score_cutoff=cutoff)
+    return found[0] if found else None

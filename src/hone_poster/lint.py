@@ -4,7 +4,7 @@
 
 `seen` is the mean over texts and pictures of how much of each can be seen and read, so that nothing under a box, off
 the canvas or too small to read counts for its place. Colour and clutter are taken against the ground truth's picture.
-Weights and scales are priors, not fitted to anybody's ratings. Every part is 1 when nothing is wrong, also when there
+Weights and scales are priors, not fitted to ratings. Every part is 1 when nothing is wrong, also when there
 is nothing of its kind to look at (a poster without text has no contrast to complain about; what it lacks is the
 business of the other scores). Overlap and alignment are those of LayoutGAN++ (arXiv:2108.00871), after the losses
 3.6.3 and 3.6.4 of Attribute-conditioned Layout GAN (arXiv:2009.05284); readability is PosterLayout's

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.algo.algorithm import MEASURES, Algorithm
+from hone.algo.algorithm import Algorithm
 from hone.algo.correction import CORRECTION, icepop, sequence_mask, sequence_truncated, truncated
 from hone.algo.loss import (
     AGGREGATE,
@@ -26,6 +26,7 @@ from hone.algo.loss import (
     token_ratio,
     tv_mask,
 )
+from hone.algo.measures import MEASURES
 from hone.config.algorithm import AlgorithmSection
 from hone.types import Totals
 

@@ -97,13 +97,13 @@ def forgets_the_controller(values):
     return replace(progress_from_dict(values), control=Control())
 
 
-algorithm_measure, assign = algorithm._measure, algorithm.Algorithm.assign
+algorithm_measure, assign = algorithm.measure, algorithm.Algorithm.assign
 train_microbatch, forward_samples = trainer.train_microbatch, trainer.forward_samples
 progress_from_dict: Callable = Progress.from_dict
 
 MUTANTS = {
     "mean ratio computed after clipping": Mutant(
-        "_measure", ratio_after_clipping, "algo/test_loss.py::test_measures_by_hand", owner=algorithm
+        "measure", ratio_after_clipping, "algo/test_loss.py::test_measures_by_hand", owner=algorithm
     ),
     "sum for mean in the sequence ratio": Mutant(
         "segment_mean",

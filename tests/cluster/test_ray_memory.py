@@ -22,7 +22,7 @@ def test_all_ranks_try_again_when_one_runs_out_of_memory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # of Ray's processes
     assemble.train(load_config(run_file, ["run.dir=whole", "observe.console=quiet", *COLOCATED]))
-    monkeypatch.setattr("hone.assemble.cluster.rank", ranks_of_which_one_fails)
+    monkeypatch.setattr("hone.assemble.ray_workers.rank", ranks_of_which_one_fails)
     assemble.train(load_config(run_file, ["run.dir=failed", "observe.console=quiet", *COLOCATED]))
     assert not Record.read(tmp_path / "whole").changes
     (change,) = Record.read(tmp_path / "failed").changes

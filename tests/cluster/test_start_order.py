@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hone.assemble.cluster import RayWorkers
+from hone.assemble.ray_workers import RayWorkers
 from hone.config.run import RunConfig
 
 

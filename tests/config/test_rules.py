@@ -186,7 +186,7 @@ BROKEN = [
         {"reward__components": "[{use: exact, args: {service: judge}}]"},
         "args.service: no service is called 'judge'. This file has none; add it there, or give its url",
     ),
-    ({"train__samples_per_optimizer_step": "100"}, "x group_size = 32 x 8 = 256 (got 100). Nearest: 64 and 128"),
+    ({"train__samples_per_optimizer_step": "100"}, "x group_size = 32 x 8 = 256 (got 100). Nearest: 64 or 128"),
     ({"train__samples_per_optimizer_step": "999"}, "(got 999). Nearest: 256"),
     (NO_RATIO | {"train__passes_per_batch": "2"}, "train.passes_per_batch: = 2 needs algorithm.ratio = token"),
     (NO_RATIO | {"train__samples_per_optimizer_step": "64"}, "= 64 of 256 makes 4 optimizer steps of an update"),

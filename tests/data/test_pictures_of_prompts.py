@@ -16,7 +16,7 @@ from hone.data.pictures import decoded
 from hone.data.prompts import load_prompts, load_sft_rows
 from hone.data.sft_chat import load_chat_rows
 from hone.errors import DataError
-from hone.runtime.kept import Kept
+from hone.runtime.bounded_cache import BoundedCache
 
 PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessorFast", "min_pixels": 784, "max_pixels": 784 * 64}
 
@@ -135,7 +135,7 @@ def test_a_picture_is_decoded_once(tmp_path, monkeypatch):
     """By a process that has room for its pixels; without room, once for its size and once each time it is used."""
     decodings = []
     monkeypatch.setattr(pictures, "decoded", lambda content: decodings.append(content) or decoded(content))
-    monkeypatch.setattr(pictures, "_pixels", kept := Kept(112 * 56 * 3, lambda pixels: pixels.nbytes))
+    monkeypatch.setattr(pictures, "_pixels", kept := BoundedCache(112 * 56 * 3, lambda pixels: pixels.nbytes))
     save_picture(tmp_path / "c.png", 101, width=100, height=65)
     save_picture(tmp_path / "d.png", 102, width=100, height=65)
     for _ in range(2):

@@ -15,7 +15,7 @@ from foreign_commands import CORPORA, TOOLS_OF_CORPORA, commands, is_rl
 from hone.dialects.foreign import ForeignRun, known_versions
 from hone.dialects.translate import dialects, find_row
 from hone.dialects.verdict import ForeignJob, Row
-from hone.observe.whole import write_whole
+from hone.runtime.files import write_whole
 from hone.tools.foreign_names import TITLES
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference" / "coming-from"

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from hone.model.layout import BLOCK_SCORES, Layout
+from hone.model.layout import Layout
+from hone.sizes import BLOCK_SCORES
 
 
 def ragged_groups(seed: int, prompt_sizes=(1, 5, 90, 300), response_sizes=(0, 4, 40, 270), vocab: int = 3):

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.observe.whole import write_whole
+from hone.runtime.files import write_whole
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.observe.whole import write_whole
 from hone.plan.activations import Pass
 from hone.plan.architecture import GIB, Architecture
 from hone.plan.cluster import Trained, update_moments
 from hone.plan.engine import EnginePlan, EngineSettings
 from hone.plan.hardware import find_hardware
 from hone.plan.presets import known_architecture
+from hone.runtime.files import write_whole
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "practices.md"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.config.load import load_config
-from hone.model import attention, ring
+from hone.model import ring
 from hone.model.attention import _Workspace
 from hone.model.layout import Layout
 from hone.model.ring import RingPlan
@@ -17,6 +17,7 @@ from hone.plan.activations import Pass, attention_bytes, ring_per_token
 from hone.plan.families import architecture_from
 from hone.plan.hardware import find_hardware
 from hone.plan.planner import plan
+from hone.sizes import BLOCK_SCORES
 from hone.train.tracing.memory import LiveMemory, fake_tensors
 
 SHAPE = {
@@ -60,7 +61,7 @@ def test_masks_and_indices_of_blocks_are_counted(shape, longest):
     measured = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
     prompts, prompt, samples, response = shape
     work = work_of(layout, longest, prompt=prompt, response_tokens=prompts * samples * response)
-    scores = min(activations.BLOCK_SCORES, layout.num_tokens * longest)
+    scores = min(BLOCK_SCORES, layout.num_tokens * longest)
     planned = attention_bytes(work, backward=False) - 4 * scores * heads
     assert 0.85 < planned / measured < 1.15
 
@@ -74,7 +75,6 @@ def test_flash_attention_has_places_alone():
         assert not by_blocks.is_flash and attention_bytes(by_blocks, backward=True) > 2**30
     wide = architecture_from(SHAPE | {"head_dim": 512})
     assert not Pass(wide, "hone", 2, 10, 1, 10, on_cuda=True).is_flash
-    assert activations.FLASH_WIDTH == attention.FLASH_WIDTH
 
 
 class Shift:

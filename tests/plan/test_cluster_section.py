@@ -73,8 +73,13 @@ def test_vllms_arguments_are_read(planned):
         planned(*ON_EIGHT, f"cluster.engines={args}", "cluster.engines.gpu_memory_utilization=0.7").inputs
     )
     engine = pool.engine.settings
-    assert (engine.max_samples, engine.max_batched_tokens, engine.graphs, pool.engine_sleeps) == (33, 4000, False, 1)
-    assert (engine.memory_frac, engine.weight_bytes, engine.kv_bytes) == (0.7, 4, 4)
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.graphs, pool.engine_sleeps) == (
+        33,
+        4000,
+        False,
+        1,
+    )
+    assert (engine.gpu_memory_utilization, engine.weight_bytes, engine.kv_bytes) == (0.7, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,7 @@ def test_an_engine_is_planned_with_the_arguments_that_it_gets(planned, words):
     )
     given = engine_arguments(config.cluster.engines, place, on_gpu=True)
     names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
-    assert [given[name] for name in names] == [engine.max_samples, engine.max_batched_tokens, engine.longest]
+    assert [given[name] for name in names] == [engine.max_num_seqs, engine.max_num_batched_tokens, engine.max_model_len]
 
 
 def test_one_rank_is_planned_unsharded_as_it_is_trained(planned, configured):
@@ -281,7 +286,7 @@ def test_practice_as_judge_cannot_load_as_its_guide_has_it():
     assert "services.grm.engine.gpu_memory_utilization = 0.3 of 79.1 GiB is 23.7 GiB: weights (29.3 GiB)" in problem
     assert "At least 0.41 is needed, or a larger services.grm.engine.tensor_parallel_size" in problem
     judges = pools_of(found.inputs)[0].judge
-    assert isinstance(judges, EnginePlan) and judges.settings.max_samples == 128
+    assert isinstance(judges, EnginePlan) and judges.settings.max_num_seqs == 128
 
 
 def test_records_of_routing_are_on_the_host(planned):

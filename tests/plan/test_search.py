@@ -6,7 +6,7 @@ import pytest
 
 from hone.errors import DataError
 from hone.plan.hardware import find_hardware
-from hone.plan.inputs import changed, setting
+from hone.plan.inputs import changed, value_of
 from hone.plan.knobs import scoring, whole_run
 from hone.plan.planner import plan
 from hone.plan.search import GOALS, beyond, propose
@@ -51,7 +51,7 @@ def test_a_preset_fits_with_its_headroom_and_keeps_the_algorithm(today, proposal
     assert found.plan.inputs.workload == today.inputs.workload
     assert found.plan.inputs.config.algorithm == today.inputs.config.algorithm
     for key in ALGORITHM:
-        assert setting(found.plan.inputs, key) == setting(today.inputs, key)
+        assert value_of(found.plan.inputs.config, key) == value_of(today.inputs.config, key)
     assert all(change.key not in ALGORITHM for change in found.changes)
 
 
@@ -97,9 +97,9 @@ def test_what_would_change_the_algorithm_is_only_said(today):
 
 def test_settings_round_trip(today):
     inputs = changed(today.inputs, {"train.tokens_per_microbatch": 7, "cluster.engines.gpu_memory_utilization": 0.7})
-    assert setting(inputs, "train.tokens_per_microbatch") == 7
-    assert setting(inputs, "cluster.engines.gpu_memory_utilization") == 0.7
-    assert setting(today.inputs, "cluster.engines.gpu_memory_utilization") is None
+    assert value_of(inputs.config, "train.tokens_per_microbatch") == 7
+    assert value_of(inputs.config, "cluster.engines.gpu_memory_utilization") == 0.7
+    assert value_of(today.inputs.config, "cluster.engines.gpu_memory_utilization") is None
 
 
 # ---- judges and reward models

@@ -14,12 +14,10 @@ from pictures import SEEING
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from hone.config.load import load_config
-from hone.data import pictures
 from hone.errors import DataError
-from hone.model import vision
 from hone.model.recompute import contexts
 from hone.model.towers import TOWERS as TOWER_CLASSES
-from hone.plan import local, towers
+from hone.plan import towers
 from hone.plan.engine import EnginePlan, EngineSettings
 from hone.plan.families import architecture_from
 from hone.plan.hardware import find_hardware
@@ -167,11 +165,6 @@ def test_passes_take_what_the_allocator_hands_out(kind, dtype, checkpointing):
 def test_a_width_that_is_missing_is_named():
     with pytest.raises(DataError, match=r"vision_config.depth must be a whole number"):
         architecture_from({"model_type": "qwen3_vl", **OTHERS["qwen3_vl"], "vision_config": {}})
-
-
-def test_bounds_are_those_of_the_model():
-    assert (vision.PATCHES_PER_PASS, vision.KEPT_BYTES) == (local.PATCHES_PER_PASS, local.KEPT_FEATURES_BYTES)
-    assert pictures.KEPT_PIXELS_BYTES == local.KEPT_PIXELS_BYTES
 
 
 def planned(*overrides, hardware="T4-16G"):

@@ -8,8 +8,9 @@ import pytest
 
 from hone.errors import ConfigError
 from hone.reward.foreign import Unfit, adapted
+from hone.reward.metrics import component_metrics
 from hone.reward.resolve import Unusable, load, resolve
-from hone.reward.rewards import component_metrics, first_fault
+from hone.reward.rewards import first_fault
 from hone.reward.signature import check_scores, declared_range, overrun_score
 from hone.types import Fault, Group, Prompt, Sample, Score, VersionSpan, version_spans
 

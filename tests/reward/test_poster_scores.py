@@ -14,7 +14,7 @@ import pytest
 from poster_table import GROUND_TRUTH
 
 from hone.observe.metrics import find_metric
-from hone.reward.rewards import component_metrics
+from hone.reward.metrics import component_metrics
 from hone.types import Fault
 from hone_poster import PosterSettings
 from hone_poster.accuracy import Text, normalize, score_accuracy

@@ -5,12 +5,12 @@ import pytest
 import torch
 from tiny_engines import VOCAB, generate, request, tiny_model
 
-from hone.model.layout import round_size
 from hone.plan.kv_cache import columns_for
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.decoding import DecoderStepper
 from hone.rollout.local import whole_room
 from hone.rollout.rows import RowJob, Rows
+from hone.sizes import round_size
 from hone.types import version_spans
 
 

@@ -13,7 +13,7 @@ from hone.data.pack import collate
 from hone.errors import DataError, EngineError
 from hone.rollout.env import Observation, episode_metrics
 from hone.rollout.env_pool import EnvironmentFault
-from hone.rollout.episodes import EpisodeEngine, Rounds
+from hone.rollout.episodes import EpisodeEngine, TurnBarrier
 from hone.rollout.local import LocalEngine
 from hone.types import Group, Sample, Turn, VersionSpan, version_spans
 
@@ -300,7 +300,7 @@ def ids(groups):
 
 def test_rounds_wake_all_in_order_when_the_last_one_waits():
     async def main():
-        rounds, woken = Rounds(in_step=True), []
+        rounds, woken = TurnBarrier(in_step=True), []
 
         async def group(order, delay, turns):
             with rounds.playing():
@@ -319,7 +319,7 @@ def test_rounds_wake_all_in_order_when_the_last_one_waits():
 
 def test_nobody_waits_for_a_group_that_was_cancelled():
     async def main():
-        rounds = Rounds(in_step=True)
+        rounds = TurnBarrier(in_step=True)
 
         async def group(order, delay):
             with rounds.playing():

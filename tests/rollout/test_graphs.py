@@ -9,13 +9,13 @@ import torch
 from captures import CheckedGraphs
 from tiny_engines import letters, random_prompts, request, tiny_model
 
-from hone.model.layout import round_size
 from hone.plan.kv_cache import CacheRoom
 from hone.rollout.decoding import DecoderStepper
 from hone.rollout.graphs import CudaCapture, StepGraphs
 from hone.rollout.local import LocalEngine, graphs_on, make_stepper, whole_room
 from hone.rollout.rows import RowJob
 from hone.rollout.scheduler import Scheduler
+from hone.sizes import round_size
 from hone.train.optim import FlatWeights
 
 

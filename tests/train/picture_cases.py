@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hone.config.run import LoraSection, OptimizerSection
 from hone.data.pack import collate
-from hone.model import vision
 from hone.model.lora import add_adapter
 from hone.model.recompute import Checkpointing
+from hone.sizes import PATCHES_PER_PASS
 from hone.train.fsdp import FsdpRanks
 from hone.train.learner import Passes
 from hone.train.mesh import make_mesh
@@ -31,7 +31,7 @@ class Case:
     learns: bool = True
     pictures: tuple[int, ...] = (0, 1, 3, 0)
     """Of each prompt."""
-    patches_per_pass: int = vision.PATCHES_PER_PASS
+    patches_per_pass: int = PATCHES_PER_PASS
     checkpointing: Checkpointing = "none"
     lora: bool = False
     mesh: dict[str, int] = field(default_factory=dict)

@@ -78,7 +78,7 @@ class Job:
         return self.memory.ladder
 
     @property
-    def doors(self) -> tuple[Observer, Checkpoints, ThreadPoolExecutor, asyncio.Event]:
+    def stage_parts(self) -> tuple[Observer, Checkpoints, ThreadPoolExecutor, asyncio.Event]:
         """What the run of every stage takes from the job, in the order of `loop.run.Stage`."""
         return self.observer, self.checkpoints, self.compute, self.stop
 
@@ -102,7 +102,7 @@ def set_up_arithmetic(run: RunSection, processes: int = 1) -> torch.device:
     """
     # oneDNN compiles a kernel for every shape it meets and keeps it, PyTorch keeps another record of each: without
     # bounds, training in bfloat16 grew by 18 MiB a step. Sizes are rounded so that some hundred shapes come again and
-    # again (`layout.round_size`); the second record never made anything faster.
+    # again (`sizes.round_size`); the second record never made anything faster.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "8")
     torch.set_num_threads(run.threads or max(1, len(os.sched_getaffinity(0)) // processes))

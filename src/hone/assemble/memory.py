@@ -26,15 +26,15 @@ from hone.memory.record import Expected, Record, comparison, table
 from hone.memory.rungs import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS, Knob
 from hone.model.recompute import Checkpointing
 from hone.observe.observer import Observer
-from hone.observe.whole import write_whole
 from hone.plan.hardware import Hardware, memory_limit_bytes
-from hone.plan.inputs import changed, resolve, with_value
+from hone.plan.inputs import changed, resolve, value_of, with_value
 from hone.plan.ledger import Ledger, Moment
 from hone.plan.page import timeline
 from hone.plan.planner import plan_inputs
 from hone.plan.workload import workload_of
 from hone.rollout.local import LocalEngine
 from hone.run.folder import RunFolder
+from hone.runtime.files import write_whole
 from hone.train.agreement import SharedLadder
 from hone.train.fsdp import FsdpRanks
 from hone.train.learner import Passes
@@ -109,7 +109,7 @@ class RunMemory:
             self._observer.warn(f"memory.json, memory.svg and run.yaml cannot be written: {error.strerror}")
 
     def _run_yaml(self) -> str:
-        """The resolved configuration with what was changed, and by whom."""
+        """The resolved configuration with what was changed, and why."""
         ladder, config = self.ladder, self._loaded.config
         origins = {change.key: Where(change.origin) for change in ladder.changes}
         for key in origins:
@@ -152,13 +152,6 @@ def exhausted(error: BaseException) -> MemoryExhausted | None:
     if not ran_out_of_memory(error):
         return None
     return MemoryExhausted(f"out of memory outside of any phase that could do with less: {error}")
-
-
-def value_of(config: RunConfig, key: str) -> Any:
-    here: Any = config
-    for part in key.split("."):
-        here = getattr(here, part)
-    return here
 
 
 def one_device(kind: Any, memory_bytes: int) -> Hardware:

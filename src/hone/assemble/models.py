@@ -37,7 +37,7 @@ from hone.train.pairs import PairTrainer
 from hone.train.policy import PolicyTrainer
 from hone.train.ranks import ALONE, Ranks
 from hone.train.roles import Reference, Roles
-from hone.train.trainer import Keepable
+from hone.train.trainer import Checkpointable
 
 
 class Source(Protocol):
@@ -287,7 +287,7 @@ def critic_from(place: str, config: RunConfig, device: torch.device) -> ScalarMo
     return ScalarModel(body)
 
 
-def restore(trainer: Keepable, saved: SavedCheckpoint | None) -> None:
+def restore(trainer: Checkpointable, saved: SavedCheckpoint | None) -> None:
     """Put a checkpoint into the trainer, if there is one."""
     if saved is not None:
         trainer.restore(saved.tensors, saved.rest)

@@ -98,7 +98,7 @@ def rank(spec: ActorSpec, processes: int, make: MakeHeld, seat: Seat) -> Iterato
 
 @contextmanager
 def rank_among_others(spec: ActorSpec, processes: int, seat: Seat) -> Iterator[tuple[ActorContext, Ranks]]:
-    """Where a rank makes what it holds, and who computes with it."""
+    """Where a rank makes what it holds, and the ranks that it computes with."""
     context = ActorContext.of(spec, processes)
     cluster, layout = spec.loaded.config.cluster, spec.loaded.config.cluster.trainer
     if not is_sharded(layout, seat.world_size):

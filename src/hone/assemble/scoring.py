@@ -20,11 +20,12 @@ from hone.cluster.calls import START_KEY, wait_for_one
 from hone.cluster.scorers import PooledScorer, ScorerActor, ScorerPool
 from hone.cluster.service_host import RayServiceHost, ServiceHostActor
 from hone.config.cluster import Role
+from hone.config.derived import component_name
 from hone.config.load import Loaded
 from hone.config.topology import PlacedReplica, judge_services, reward_models
 from hone.reward.http import Address
 from hone.reward.reward_model import RewardModel
-from hone.reward.rewards import Scorer, component_name
+from hone.reward.rewards import Scorer
 from hone.services.launch import Launch, ReplicaPlace, plan_replica
 from hone.services.service import Service
 

@@ -39,7 +39,7 @@ from hone.assemble.sampling import held_out_evaluation, make_rewards, sampling_o
 from hone.assemble.services import claim_devices, devices_found, placed, unseen_notes
 from hone.assemble.workers import Backend, LocalBackend, Workers
 from hone.cluster.ray import environment_for_ray
-from hone.config.derived import correction, longest_tokens, samples_per_update, unused_services
+from hone.config.derived import component_name, correction, longest_tokens, samples_per_update, unused_services
 from hone.config.load import Loaded
 from hone.config.run import Stage
 from hone.config.topology import judge_services, topology_lines
@@ -59,7 +59,6 @@ from hone.memory.ladder import Predict
 from hone.model.load import hf_folder
 from hone.observe.observer import Observer, OnMetrics
 from hone.reward.resolve import picture_of_responses
-from hone.reward.rewards import component_name
 from hone.rollout.router import Router
 from hone.run.check_rewards import gold_response, has_answers, is_decided_by_answer, token_ids
 from hone.run.folder import RunFolder, identity_of
@@ -294,7 +293,7 @@ async def imitate_once(job: Job, backend: Backend, saved: SavedCheckpoint | None
         ready()
         job.observer.begin("sft", steps)
         order = imitation_order(job.config, rows)
-        run = SftRun(job.config, progress, trainer, *job.doors, rows=rows, order=order, guard=job.guard)
+        run = SftRun(job.config, progress, trainer, *job.stage_parts, rows=rows, order=order, guard=job.guard)
         await run_to_end(job, run, train_sft)
 
 
@@ -314,7 +313,7 @@ async def learn_preferences_once(
         job.observer.begin("reward_model", steps)
         order, kept = pairs.order(config.data, seed=config.seed, in_rl=False), held_out[:]
         run = RewardModelRun(
-            config, progress, trainer, *job.doors, pairs=pairs, order=order, held_out=kept, guard=job.guard
+            config, progress, trainer, *job.stage_parts, pairs=pairs, order=order, held_out=kept, guard=job.guard
         )
         await run_to_end(job, run, train_reward_model)
 
@@ -343,7 +342,7 @@ async def optimise_once(job: Job, backend: Backend, saved: SavedCheckpoint | Non
 
 @asynccontextmanager
 async def backend_of(job: Job) -> AsyncIterator[Backend]:
-    """Where `cluster.backend` wants the stages to train."""
+    """The backend that `cluster.backend` names."""
     if job.config.cluster.backend != "ray":
         yield LocalBackend(job)
         return
@@ -374,7 +373,7 @@ async def optimise_policy(
         config,
         progress,
         workers.trainer,
-        *job.doors,
+        *job.stage_parts,
         prompts=prompts,
         engine=engine,
         rewards=rewards,

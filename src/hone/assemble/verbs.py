@@ -13,7 +13,7 @@ from hone.assemble.job import first_cause, in_new_loop, located, set_up_arithmet
 from hone.assemble.models import model_before, named_model, scalar_model, weights_before, with_adapter
 from hone.assemble.sampling import evaluation_sampling, make_engine, make_rewards
 from hone.assemble.services import claim_devices, services_apart
-from hone.config.derived import trains_adapter
+from hone.config.derived import component_name, trains_adapter
 from hone.config.load import Loaded
 from hone.config.run import RewardComponent, RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
@@ -29,7 +29,6 @@ from hone.model.lora import save_adapter
 from hone.reward.judge.evaluate import Figures, evaluate_judge, read_pairs
 from hone.reward.judge.scorer import JudgeReward
 from hone.reward.resolve import Unusable
-from hone.reward.rewards import component_name
 from hone.run import check as preflight
 from hone.run.folder import RunFolder
 from hone.run.report import CheckReport

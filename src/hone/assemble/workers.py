@@ -1,4 +1,4 @@
-"""Who trains and who samples: what a stage asks of a backend, and the backend where everything is in one process."""
+"""Trainer and engine of a stage: what it asks of a backend, and the backend where everything is in one process."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hone.rollout.engine import Engine
 from hone.train.checkpoint import SavedCheckpoint
 from hone.train.pairs import PairLearner
 from hone.train.roles import Roles
-from hone.train.trainer import Keepable, Trainer
+from hone.train.trainer import Checkpointable, Trainer
 
-L = TypeVar("L", bound=Keepable)
+L = TypeVar("L", bound=Checkpointable)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ def compare(
 ) -> None:
     """Compare runs: settings that differ, evaluations, where the metrics ended, alarms."""
     from hone.observe.page import page
-    from hone.observe.whole import write_whole
     from hone.run.comparison import compare_runs, comparison_data
+    from hone.runtime.files import write_whole
 
     if html is not None:
         write_whole(html, page("Runs side by side", comparison_data(run_dirs), "compare"))

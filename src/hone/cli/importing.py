@@ -14,7 +14,7 @@ from hone.dialects.foreign import DialectError, Tool
 from hone.dialects.reading import MAX_BYTES, TOOLS, read_foreign
 from hone.dialects.translate import Imported, translate
 from hone.dialects.writing import report_lines, run_file_of
-from hone.observe.whole import write_whole
+from hone.runtime.files import write_whole
 
 EXAMPLES = examples(
     "hone import train_grpo.sh --to run.yaml",

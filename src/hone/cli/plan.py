@@ -26,7 +26,6 @@ from hone.errors import MemoryExhausted
 from hone.memory.calibration import with_experience
 from hone.memory.record import Compared, Record, comparison, table
 from hone.observe.sinks import metric_lines
-from hone.observe.whole import write_whole
 from hone.plan.hardware import THIS, Hardware, find_hardware, in_cluster
 from hone.plan.knobs import whole_run
 from hone.plan.ledger import Ledger, gib, percent
@@ -34,6 +33,7 @@ from hone.plan.planner import Plan, plan
 from hone.plan.search import GOALS, Preset, Proposal, beyond, propose
 from hone.plan.verdict import level_of
 from hone.run.folder import RunFolder
+from hone.runtime.files import write_whole
 from hone.services.gpus import assumed_devices, settled_on
 
 if TYPE_CHECKING:

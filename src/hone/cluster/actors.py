@@ -189,7 +189,7 @@ class TrainerRank(TakesWeights):
         return await self.computed(gather)
 
     async def write_weights(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write the master weights into a folder, one at a time (`Keepable.write_weights`). Raises CheckpointError."""
+        """Write the master weights, one at a time (`Checkpointable.write_weights`). Raises CheckpointError."""
 
         def write() -> None:
             if self._is_first:

@@ -154,7 +154,7 @@ class RemoteEngine:
                     self._hear(*item)
         except HoneError as error:
             self._fail(EngineError(str(error)))
-        except Exception as error:  # Ray raises plain ones where it cannot even send: those who wait must learn of it
+        except Exception as error:  # Ray raises plain ones where it cannot even send: callers wait
             self._fail(EngineError(f"sampling: {self.name}: {type(error).__name__}: {error}"))
         finally:
             self._listener = None

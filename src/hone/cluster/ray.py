@@ -2,7 +2,7 @@
 
 A run reserves its devices at once, in one placement group: it has all of them or waits, and two runs never hold half of
 what each needs. A device is an accelerator, or on machines without any a core. Not here: what the processes do
-(`actors.py`), and who works on which device (`config.topology`).
+(`actors.py`), and which role has which device (`config.topology`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from hone.cluster import agent
 from hone.config.cluster import ClusterSection
 from hone.devices import RESOURCES, Accelerator, machine_kind
-from hone.errors import ClusterError, ClusterLost, PlacementError, Stopped
+from hone.errors import ClusterError, ClusterLost, PlacementError, Stopped, first_line
 from hone.runtime.processes import end_with, environment_restored
 from hone.runtime.scratch import Scratch
 
@@ -43,7 +43,7 @@ _POLL_S = 1.0
 _CONNECT_S = 5.0
 """How long Ray's own processes may take to accept a connection."""
 _SHARE = 0.01
-"""Of a core, for who works on a GPU: Ray would count none at all as one."""
+"""Of a core, for an actor on a GPU: Ray would count none at all as one."""
 
 
 class RayCluster:
@@ -82,7 +82,7 @@ class RayCluster:
         """Start or join Ray, and wait until the run's devices are its own.
 
         Args:
-            stopped: whether the user wants to wait no longer.
+            stopped: whether the user has stopped the run meanwhile.
         Raises:
             PlacementError: the machine does not have them.
             ClusterError: no Ray at `cluster.address`, or devices that did not become free in time.
@@ -225,7 +225,7 @@ class RayCluster:
                         ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ClusterError(
-                    f"cluster.address = {address}: there is no Ray to join ({_first_line(error)}). Start one with "
+                    f"cluster.address = {address}: there is no Ray to join ({first_line(error)}). Start one with "
                     "`ray start --head` there, or take the key out to have one started on this machine. One that wants "
                     "a token is joined with the token that it was started with, at RAY_AUTH_TOKEN_PATH or in "
                     "~/.ray/auth_token."
@@ -237,7 +237,7 @@ class RayCluster:
             with environment_for_ray(), _on_loopback(), _apart():
                 ray.init(address="local", include_dashboard=False, _temp_dir=str(self._folder.path), **own, **quiet)
         except Exception as error:  # boundary: on a busy machine Ray raises a plain one after its own 30 s
-            raise ClusterError(f"Ray could not be started on this machine: {_first_line(error)}") from error
+            raise ClusterError(f"Ray could not be started on this machine: {first_line(error)}") from error
 
     def _reserve(self, stopped: Callable[[], bool]) -> None:
         """Wait for the run's devices, all at once."""
@@ -284,7 +284,7 @@ def machines_of(settings: ClusterSection) -> list[dict[str, float]]:
 
 
 def _shows_token() -> bool:
-    """Have Ray show its token to whom it joins; whether there is one that it did not show before.
+    """Have Ray show its token to the cluster that it joins; whether there is one that it did not show before.
 
     `ray start` asks for a token where it finds one, and a `ray.init` that starts Ray leaves one in the home directory;
     but a `ray.init` that joins shows none unless RAY_AUTH_MODE says so, and does not learn why it failed. To one that
@@ -444,7 +444,3 @@ def _holders() -> str:
                 wanted.update({kind: int(count) for kind, count in bundle.items() if count >= 1})
             held.append(f"{group['name'] or 'a job'} holds {', '.join(f'{n} {kind}s' for kind, n in wanted.items())}")
     return "; ".join([*machines, *(held or ["no placement group holds any"])])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

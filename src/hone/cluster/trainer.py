@@ -67,17 +67,17 @@ class RemoteLearner:
 
     @property
     def hf_config(self) -> PreTrainedConfig:
-        """See `Keepable.hf_config`."""
+        """See `Checkpointable.hf_config`."""
         assert self._config is not None, "start comes first"
         return self._config
 
     def write_weights(self, folder: Path, dtype: torch.dtype) -> None:
-        """See `Keepable.write_weights`; rank 0 writes, and no weight comes here."""
+        """See `Checkpointable.write_weights`; rank 0 writes, and no weight comes here."""
         asked = self._groups[0].ask("write_weights", folder.absolute(), dtype)
         self._answer(asked, f"writing {folder}", self._timeout_s)
 
     def snapshot(self) -> RemoteSnapshot:
-        """See `Keepable.snapshot`; copied on each rank. The one before must have been written."""
+        """See `Checkpointable.snapshot`; copied on each rank. The one before must have been written."""
         asked = [group.ask("copy_state") for group in self._groups]
         copied = gather(asked, "copying the trainer's state", self._timeout_s)
         num_bytes = [sum(size for size, _ in found) for found in copied]
@@ -86,7 +86,7 @@ class RemoteLearner:
         return RemoteSnapshot(writing, sum(num_bytes), rest, self._timeout_s)
 
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
-        """See `Keepable.restore`; each rank reads what it needs from the disk."""
+        """See `Checkpointable.restore`; each rank reads what it needs from the disk."""
         saved = shared(tensors)
         asked = [group.ask("call", "restore", saved, rest) for group in self._groups]
         gather(asked, "restore", self._timeout_s)
@@ -128,8 +128,8 @@ class RemoteTrainer(RemoteLearner):
     """`Trainer` over the ranks of a cluster.
 
     Args:
-        policy: who trains the policy, and has beside it what is not apart.
-        critic, reference: who has these instead, on devices of their own; may be the same group.
+        policy: trains the policy, and has the roles that have no pool of their own.
+        critic, reference: have these roles instead, on devices of their own; may be the same group.
         reference_refresh_every: see `Roles`; only of a reference in a pool of its own.
         routes: how weights get to the engines.
         timeout_s: a rank without an answer for so long is stuck.

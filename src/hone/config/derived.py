@@ -118,6 +118,11 @@ def service_uses(config: RunConfig) -> list[tuple[str, str]]:
     ]
 
 
+def component_name(component: RewardComponent) -> str:
+    """What metrics call a reward component: its `name`, else the last part of `use`."""
+    return component.name or component.use.rpartition(":")[2]
+
+
 def services_of(component: RewardComponent) -> list[tuple[str, str]]:
     """Where a built-in reward names a service in its args, as `service: NAME` at any depth: (key, NAME)."""
     return [] if ":" in component.use else list(_named_services(component.args, "args"))

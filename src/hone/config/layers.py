@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hone.config import schema
-from hone.config.messages import nearest, show
+from hone.config.messages import show
 from hone.config.yaml_tree import COMMAND_LINE, Node, Problem, Where, read_yaml, scalar
+from hone.errors import nearest
 
 PRESETS = Path(__file__).parent / "presets"
 MAX_FILE_BYTES = 4 << 20

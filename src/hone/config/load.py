@@ -80,7 +80,7 @@ class Loaded:
         )
 
     def as_yaml(self) -> str:
-        """The whole resolved file, defaults included, each value with a comment that says who set it."""
+        """The whole resolved file, defaults included, each value with a comment that says where it comes from."""
         return resolved_yaml(self.config, self.where, title=f"Resolved from {self.run_file}")
 
     def where(self, path: str) -> Where | None:
@@ -130,7 +130,7 @@ def load_mapping(sections: Mapping[str, Any], overrides: Sequence[str] = (), *, 
 
 
 def load_rewards(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Resolve a run file for its `reward` section alone, for who only scores: a file with nothing else will do.
+    """Resolve a run file for its `reward` section alone, for commands that only score: nothing else is needed.
 
     What other sections lack, or how they fit together, is no problem here, and they are not to be read; unknown keys
     and wrong values are problems as ever. Raises ConfigError.

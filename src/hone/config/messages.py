@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rapidfuzz import fuzz, process
-
 from hone.config import schema
 from hone.config.section import Section
+from hone.errors import nearest
 
 _SECRET_KEY = re.compile(
     r"(.*_)?(api_?keys?|passw(or)?d|passphrase|secrets?(_key)?|credentials?|bearer|private_key|"
@@ -63,7 +62,7 @@ OTHER_NAMES = {
     "output_dir": "run.dir",
     "model_name_or_path": "model.path",
 }
-"""What other tools call our keys (the glossary's table), for people who come from them."""
+"""What other tools call our keys (the glossary's table), for users of these tools."""
 
 
 @cache
@@ -95,12 +94,6 @@ def _without_secrets(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_secrets(item) for item in value]
     return "[hidden]" if is_secret_value(value) else value
-
-
-def nearest(word: str, candidates: Iterable[str], cutoff: float = 72) -> str | None:
-    """The candidate spelled most like `word`, if any is close."""
-    found = process.extractOne(word.lower(), list(candidates), scorer=fuzz.ratio, score_cutoff=cutoff)
-    return found[0] if found else None
 
 
 def unknown_key(path: str) -> str:

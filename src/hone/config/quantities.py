@@ -19,7 +19,7 @@ from hone.config.derived import (
 )
 from hone.config.run import RunConfig
 from hone.config.schema import generic
-from hone.config.topology import Topology, likely_transport, topology_of
+from hone.config.topology import Topology, known_topology, likely_transport, topology_of
 
 Value = int | bool | str | None
 
@@ -28,9 +28,8 @@ def _of(compute: Callable[[Topology], Value]) -> Callable[[RunConfig], Value]:
     """A quantity of the topology; None where there is no cluster, or its size is only known when it is looked at."""
 
     def value(config: RunConfig) -> Value:
-        cluster = config.cluster
-        is_known = cluster.backend == "ray" and bool(cluster.pools or cluster.devices_per_node)
-        return compute(topology_of(config)) if is_known else None
+        topology = known_topology(config)
+        return None if topology is None else compute(topology)
 
     return value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hone.config import schema
@@ -32,6 +32,15 @@ def resolved_yaml(
     lines = list(_lines(data, section, 0, where))
     head = [f"# {_UNPRINTABLE.sub('?', title)}"] if title else []
     return "\n".join([*head, *lines]) + "\n"
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{'a': {'b': 1}}` -> `{'a.b': 1}`. Lists stay whole; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        is_inner = isinstance(value, Mapping) and value
+        flat |= flattened(value, f"{prefix}{name}.") if is_inner else {f"{prefix}{name}": value}
+    return flat
 
 
 def value_at(config: RunConfig, path: str) -> Any:

@@ -25,7 +25,7 @@ DEFAULT_POOL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Devices by name, and who works on them in turn."""
+    """Devices by name, and the roles that use them in turn."""
 
     name: str
     roles: tuple[Role, ...]
@@ -127,6 +127,15 @@ class Topology:
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {**asdict(self), "colocated": self.colocated}
+
+
+def known_topology(config: RunConfig) -> Topology | None:
+    """The placement of a run on Ray, where the run file alone says how many devices there are."""
+    cluster = config.cluster
+    is_known = cluster.backend == "ray" and bool(cluster.pools or cluster.devices_per_node)
+    placed = {role for pool in cluster.pools.values() for role in pool.roles}
+    is_whole = not cluster.pools or needed_roles(config) <= placed
+    return topology_of(config) if is_known and is_whole else None
 
 
 def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topology:
@@ -287,7 +296,7 @@ def replicas_of(pool: Pool | None, name: str, each: int) -> tuple[PlacedReplica,
 
 
 def topology_lines(topology: Topology) -> list[str]:
-    """The placement as a small table for people: who, on which devices of which machines, divided how."""
+    """The placement as a small table for people: roles, their devices and machines, and how they are divided."""
     title = f"{topology.num_devices} of {topology.nodes} x {topology.devices_per_node} devices, {_turns(topology)}"
     rows = [("role", "pool", "devices", "machines", "")]
     for role in ROLES:
@@ -374,7 +383,7 @@ def in_words(transport: Transport, *, on_gpu: bool) -> str:
 
 
 def likely_transport(config: RunConfig, topology: Topology) -> str | None:
-    """For people, before anybody looked whether there are GPUs; None where there are no engines."""
+    """For people, before it is known whether there are GPUs; None where there are no engines."""
     if not topology.engines:
         return None
     kinds = {"cpu": [False], "npu": [False], "cuda": [True], "auto": [True, False]}[config.run.device]

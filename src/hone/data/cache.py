@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hone.data.report import LoadProgress, on_stderr
 from hone.errors import DataError
-from hone.observe.whole import sync, write_whole
+from hone.runtime.files import sync, write_whole
 
 if TYPE_CHECKING:
     import pyarrow

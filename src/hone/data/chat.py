@@ -29,12 +29,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hone.config.run import ModelSection
 from hone.data.picture_processors import marks_of
 from hone.data.pictures import PictureTokens, processor_files
-from hone.errors import DataError
+from hone.errors import DataError, first_line
+from hone.sizes import CHARACTER_SPECIALS
 
 Message = dict[str, Any]
 """{"role": ..., "content": ...}"""
 
-PAD, EOS = "<pad>", "<eos>"
+PAD, EOS = CHARACTER_SPECIALS
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """An unpaired surrogate: JSON can hold one, UTF-8 and tokenizers cannot."""
 
@@ -225,7 +226,7 @@ def load_tokenizer(
     try:
         hf = AutoTokenizer.from_pretrained(place, trust_remote_code=model.trust_remote_code, local_files_only=offline)
     except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
-        raise DataError(f"tokenizer {source}: cannot be loaded: {_first_line(error)}") from error
+        raise DataError(f"tokenizer {source}: cannot be loaded: {first_line(error)}") from error
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise DataError(f"tokenizer {source}: {type(hf).__name__} is not a fast tokenizer (tokenizer.json), as needed")
     hf.chat_template = with_template_args(_chat_template(model, folder) or hf.chat_template, template_args)
@@ -337,7 +338,3 @@ def _generation_eos(folder: Path) -> list[int]:
 def _token_id(found: Any) -> int | None:
     """A special token's id; Transformers' type hints allow more than that."""
     return found if isinstance(found, int) else None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -23,7 +23,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from numpy.typing import NDArray
 
 from hone.errors import DataError
-from hone.runtime.kept import Kept
+from hone.runtime.bounded_cache import BoundedCache
+from hone.sizes import KEPT_PIXELS_BYTES
 from hone.types import Picture
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -31,10 +32,8 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 Arrangement = partial[NDArray[Any]]
 """From a picture of PIL's, and one of its filters, to (height, width, 3) uint8 that the model sees. Its keywords are
 all that it depends on."""
-KEPT_PIXELS_BYTES = 1 << 27
-"""Pixels that a process keeps, those used last, as the model sees them."""
-_pixels = Kept[NDArray[Any]](KEPT_PIXELS_BYTES, lambda pixels: pixels.nbytes)
-_sizes = Kept[tuple[int, int]](1 << 24, lambda _: 256)  # about what an entry takes
+_pixels = BoundedCache[NDArray[Any]](KEPT_PIXELS_BYTES, lambda pixels: pixels.nbytes)
+_sizes = BoundedCache[tuple[int, int]](1 << 24, lambda _: 256)  # about what an entry takes
 
 
 class BrokenPicture(Exception):

@@ -5,7 +5,6 @@ Substitution is one pass over the template, so braces and placeholders inside th
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hone.config.rules.files import flat
+from hone.config.rules.data import flat
 from hone.config.run import DataSection
 from hone.data.chat import Message, TemplateRefusal, Tokenizer
 from hone.data.picture_processors import PictureProcessor
 from hone.data.pictures import BrokenPicture, source_of_picture
-from hone.errors import DataError
+from hone.errors import DataError, nearest
 from hone.types import Picture
 
 _PLACEHOLDER = re.compile(r"\{\{(\w+(?:\.\w+)*)\}\}|\{(\w+(?:\.\w+)*)\}")
@@ -40,8 +39,8 @@ def column(values: Mapping[str, Any], name: str) -> Any:
     if name not in values:
         values = flat(values)
     if name not in values:
-        close = difflib.get_close_matches(name, list(values), n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
+        close = nearest(name, values, cutoff=60)
+        hint = f" Did you mean {close}?" if close else ""
         raise Malformed(name, f"no such column; the row has {', '.join(map(str, values)) or 'none'}.{hint}".rstrip("."))
     value = values[name]
     if value is None:

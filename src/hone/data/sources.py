@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from hone.config.rules.files import FILE_KINDS, UNREADABLE, files_of, is_saved_dataset
+from hone.config.rules.data import FILE_KINDS, UNREADABLE, files_of, is_saved_dataset
 from hone.config.run import DataSection, SftSection
 from hone.config.source import SourceSection
-from hone.errors import DataError
+from hone.errors import DataError, first_line
 
 Part = Literal["train", "eval"]
 
@@ -388,8 +388,6 @@ def _hub_dataset(source: str, path: Path, split: str) -> Dataset:
     try:
         dataset: Any = datasets.load_dataset(str(path) if path.is_dir() else name, configuration or None, split=split)
     except (OSError, ValueError, DatasetsError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"data {source}: neither a file nor a Hugging Face dataset that can be loaded, split {split!r}: {reason}"
-        ) from error
+        what = "neither a file nor a Hugging Face dataset that can be loaded"
+        raise DataError(f"data {source}: {what}, split {split!r}: {first_line(error)}") from error
     return Dataset(f"{source} {split}", dataset)

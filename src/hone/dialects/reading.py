@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from hone.config.render import flattened
 from hone.config.yaml_tree import Problem, read_yaml
 from hone.dialects.foreign import DialectError, ForeignKey, ForeignRun, ForeignService, Tool, hole
 from hone.dialects.shell import ShellCommand, read_script
 from hone.dialects.trl.script import read_python
-from hone.dialects.values import flattened
 
 MAX_BYTES = 4 << 20
 TOOLS: tuple[Tool, ...] = ("verl", "openrlhf", "trl", "mindspeed", "prime-rl", "nanochat")
@@ -165,7 +165,7 @@ def _toml(text: str, source: str) -> ForeignRun:
         tree = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise DialectError(f"{source}: is not TOML that can be read: {error}") from None
-    keys = [ForeignKey(key, value) for key, value in flattened(_listed(tree))]
+    keys = [ForeignKey(key, value) for key, value in flattened(_listed(tree)).items()]
     return ForeignRun("prime-rl", "rl", tuple(keys), source)
 
 

@@ -9,7 +9,6 @@ from functools import cache, lru_cache
 from typing import Any
 
 from hone.config import schema
-from hone.config.messages import nearest
 from hone.dialects.foreign import ForeignRun, ForeignService, defaults_of, holes_in, known_versions, looks_secret, shown
 from hone.dialects.shared import MEMORY
 from hone.dialects.verdict import (
@@ -25,6 +24,7 @@ from hone.dialects.verdict import (
     refused,
     unknown,
 )
+from hone.errors import nearest
 
 MEMORY_KEYS = frozenset(
     ["train.tokens_per_microbatch"]

@@ -32,15 +32,6 @@ def _collection(text: str) -> Any:
     return node.plain()
 
 
-def flattened(tree: Any, path: str = "") -> list[tuple[str, Any]]:
-    """Leaves of nested mappings under dotted names; an empty mapping is a leaf."""
-    if isinstance(tree, dict) and tree:
-        return [
-            leaf for name, child in tree.items() for leaf in flattened(child, f"{path}.{name}" if path else str(name))
-        ]
-    return [(path, tree)]
-
-
 # ---- conversions; each raises ValueError for what it cannot convert
 
 

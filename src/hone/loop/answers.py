@@ -1,8 +1,8 @@
 """The rows' own answers as responses, before the first update: how unlikely the policy finds them, and their rewards.
 
-Where nothing earns the reward, this tells a broken reward, which the answers do not earn either, from prompts that are
-too hard, and from prompts that the policy cannot read: with a tokenizer or chat template other than its own, right
-answers are no likelier than any others.
+Where nothing earns the reward, this distinguishes a broken reward, which the answers do not earn either, from prompts
+that are too hard, and from prompts that the policy cannot read: with a tokenizer or chat template other than its own,
+right answers are no likelier than any others.
 """
 
 from __future__ import annotations

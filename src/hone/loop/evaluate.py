@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hone.config.rules.files import flat
+from hone.config.rules.data import flat
 from hone.config.run import EvalSection
 from hone.reward.rewards import Rewards
 from hone.rollout.engine import Engine, Request, Sampling

@@ -23,7 +23,7 @@ from hone.loop.buffer import GroupBuffer
 from hone.loop.gate import check_first_step
 from hone.loop.run import PolicyRun, due, now
 from hone.loop.summaries import staleness_shares, summarize
-from hone.reward.rewards import component_metrics
+from hone.reward.metrics import component_metrics
 from hone.rollout.engine import Request
 from hone.runtime.processes import spared_collector, unless_stopped
 from hone.train.trainer import Trainer
@@ -101,7 +101,7 @@ async def _train(run: PolicyRun) -> None:
             progress.step += 1
             progress.next_prompt = finished[-1].group.prompt.index + 1
             progress.reward_fingerprints = run.rewards.fingerprints()
-            run.tell_trained([f.group for f in finished])
+            run.log_trained([f.group for f in finished])
             with run.observer.work("trainer", "publish"):
                 await run.publish()
             metrics |= depths | {"time/generate_s": generated - started, "time/reward_s": taken - generated}

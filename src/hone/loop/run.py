@@ -57,7 +57,7 @@ class Offloadable(Protocol):
 
 @dataclass
 class Stage(Generic[AnyTrainer]):
-    """What every stage has: settings, a trainer, where it is, and its doors to the outside."""
+    """What every stage has: settings, a trainer, where it is, what it logs to, saves to and computes on."""
 
     config: RunConfig
     progress: Progress
@@ -164,7 +164,7 @@ class PolicyRun(Stage[Trainer]):
             await other.sleep()
 
     async def publish(self) -> None:
-        """Make the trainer's weights live in the engine, as version `progress.step`, and wake who sleeps."""
+        """Make the trainer's weights live in the engine, as version `progress.step`, and wake colocated replicas."""
         weights = None if self.weights_are_shared else self.trainer.weights()
         await self.engine.load(weights, self.progress.step)
         for other in self.colocated:
@@ -200,7 +200,7 @@ class PolicyRun(Stage[Trainer]):
         self.dropped.append(group)
         return False
 
-    def tell_trained(self, groups: Sequence[Group]) -> None:
+    def log_trained(self, groups: Sequence[Group]) -> None:
         """Record which groups the update that was just counted was made of."""
         oldest = min((versions[0] for group in groups if (versions := versions_of(group.samples))), default=None)
         prompts = [group.prompt.index for group in groups]

@@ -18,7 +18,7 @@ from typing import Any
 from hone.plan.ledger import Ledger, Moment, term
 from hone.plan.planner import Plan
 from hone.plan.verdict import judge
-from hone.runtime.user_state import state_folder, write_user_state
+from hone.runtime.files import state_folder, write_user_state
 
 MOST_ENTRIES = 400
 MOST_RUNS = 20

@@ -17,7 +17,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hone.errors import MemoryExhausted
+from hone.errors import MemoryExhausted, first_line
 from hone.memory.gauges import GIB, MIB, Busy, Meter, ran_out_of_memory
 from hone.memory.rungs import PREFILL, ROWS, RUNGS, TOKENS, Change, Knob, Reason, shown
 from hone.plan.ledger import Ledger, Moment, gib
@@ -139,7 +139,7 @@ class Ladder:
             if not ran_out_of_memory(error):
                 raise
             at = moment() if moment else ""
-            raise OutOfMemory(name, at, self.meter.peak_bytes(), _first_line(error)) from error
+            raise OutOfMemory(name, at, self.meter.peak_bytes(), first_line(error)[:200]) from error
         finally:
             if measured:
                 self.meter.close(name)
@@ -400,7 +400,3 @@ def _of_phase(ledger: Ledger, phase: str) -> list[Moment]:
     backward pass, as far as what would help is concerned."""
     found = [moment for moment in ledger.moments if moment.phase == phase]
     return found or (_of_phase(ledger, "update") if phase == "logprobs" else [])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -17,8 +17,8 @@ from hone.errors import RunFolderError
 from hone.memory.gauges import MIB
 from hone.memory.rungs import Change
 from hone.observe.sinks import metric_lines
-from hone.observe.whole import write_whole
 from hone.plan.ledger import PHASES, Moment, gib, percent
+from hone.runtime.files import write_whole
 
 FILE, FORMAT = "memory.json", 1
 STAGES = get_args(Stage)

@@ -25,9 +25,7 @@ from torch import Tensor
 from hone.model.layout import AttentionBlock, Layout
 from hone.model.recompute import kept
 from hone.model.varlen_attention import FLASH, varlen_attention
-
-FLASH_WIDTH = 256
-"""Widest head that flash attention computes."""
+from hone.sizes import FLASH_WIDTH
 
 
 class _Flash:
@@ -60,7 +58,7 @@ class Attention(Protocol):
 def shared_prompt_attention(layout: Layout) -> Attention:
     """The attention strategy for one microbatch; differentiable in q, k, v and sinks.
 
-    Scores exist for one block at a time, at most `layout.BLOCK_SCORES` per head.
+    Scores exist for one block at a time, at most `BLOCK_SCORES` per head.
     """
     workspace, by_flash = _Workspace(layout), varlen_attention(layout, FLASH)
 

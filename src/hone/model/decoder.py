@@ -24,6 +24,7 @@ from hone.model.collectives import with_summed_gradient
 from hone.model.fused import rms_norm, rotation, split_and_rotate, swiglu
 from hone.model.recompute import again, is_recomputed
 from hone.model.routing import LoadBalance, no_balance
+from hone.sizes import OWN_FAMILIES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,14 +40,13 @@ Scores are scaled by D ** -0.5; the strategy decides which token sees which."""
 Halves = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
 """`DecoderLayer.before_attention` and `DecoderLayer.after_attention`, or the same compiled."""
 
-FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 def unsupported(config: PreTrainedConfig) -> str | None:
     """Why this decoder cannot run the architecture, or None if it can."""
-    if config.model_type not in FAMILY:
-        return f"model_type {config.model_type} is not one of {', '.join(FAMILY)}"
+    if config.model_type not in OWN_FAMILIES:
+        return f"model_type {config.model_type} is not one of {', '.join(OWN_FAMILIES)}"
     if config.hidden_act != "silu":
         return f"hidden_act {config.hidden_act} is not silu"
     if config.rope_parameters["rope_type"] not in ROPE_TYPES:
@@ -215,7 +215,7 @@ class Decoder(CausalModel):
 
         Args:
             token_ids_X, position_X: (X,) int64; positions count from 0 within each sequence.
-            attend: who sees whom; called once per layer with all X tokens.
+            attend: which token sees which; called once per layer with all X tokens.
             needed_W: (W,) indices into X; the last layer then skips everything else and the result is (W, h).
         """
         x = self.embed(token_ids_X)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -31,25 +31,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.sizes import BLOCK_SCORES, QUERY_ROWS, round_size
 from hone.types import UNRECORDED, Experts, Picture, TokenIds
 
 Ints = NDArray[np.int64]
 
 WHOLE_GROUP_TOKENS = 64
 """A prompt with its responses up to this size is attended to as one square: fewer, larger products."""
-QUERY_ROWS = 256
-"""Longer sequences are cut into tiles of so many queries, so that a tile sees only the keys before its end."""
-BLOCK_SCORES = 1 << 19
-"""Most scores per head in a block, before its sizes are rounded up: 64 MiB in float32 with 32 heads."""
 FREE_PADDING_SCORES = 1 << 13
 """Padding that is cheaper than another block would be."""
-
-
-@lru_cache(maxsize=1024)  # asked for each sample that is admitted
-def round_size(size: int) -> int:
-    """The next size of few: at most 12 % and 63 above, and exact up to 15."""
-    step = min(64, 1 << max(size.bit_length() - 4, 0))
-    return -(-size // step) * step
 
 
 def filled(values: Ints) -> Ints:

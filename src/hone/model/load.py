@@ -36,7 +36,7 @@ from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel, as_computed, auto_class, has_tower
 from hone.model.shards import write_weights
 from hone.model.weights import Contents
-from hone.observe.whole import make_folder, sync
+from hone.runtime.files import make_folder, sync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -349,7 +349,7 @@ def save_adapter(folder: Path, model: CausalModel, base: str) -> None:
     """Writes adapter_config.json and adapter_model.safetensors, which `peft.PeftModel.from_pretrained` reads.
 
     Args:
-        base: directory or hub name of the base model, for those who load the adapter.
+        base: directory or hub name of the base model, for programs that load the adapter.
     """
     adapter = model.adapter
     assert adapter is not None

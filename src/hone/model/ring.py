@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.model.layout import QUERY_ROWS, Ints, Layout
+from hone.model.layout import Ints, Layout
 from hone.model.recompute import kept
 from hone.model.varlen_attention import FLASH, RaggedCall, RaggedKernels, on_device_of, ragged_call
+from hone.sizes import QUERY_ROWS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hone.errors import DataError
+from hone.sizes import ONE_BYTE_EXPERTS
 from hone.types import UNRECORDED, Experts
 
 
@@ -150,7 +151,7 @@ class _Choices(TorchFunctionMode):
 
 def record_dtype(most_experts: int) -> type[np.int8] | type[np.int16]:
     """Smallest type of a record, for layers of at most so many experts: every expert and `UNRECORDED` fit in."""
-    return np.int8 if most_experts <= np.iinfo(np.int8).max + 1 else np.int16
+    return np.int8 if most_experts <= ONE_BYTE_EXPERTS else np.int16
 
 
 class LoadBalance:

@@ -137,7 +137,7 @@ def _with_filler(layout: Layout, multiple: int) -> Layout:
 def _dealing(
     owner_U: Ints, place_U: Ints, device: torch.device, group: ProcessGroup
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """`Part.needed_W` and `Part.dealt`: who has which hidden state, and who is to make logits of it.
+    """`Part.needed_W` and `Part.dealt`: which rank has which hidden state, and which is to make logits of it.
 
     Args:
         owner_U, place_U: the rank that computes what predicts each response token, and where among its own.

@@ -15,13 +15,9 @@ from torch import Tensor
 
 from hone.model.layout import Layout, grid_positions
 from hone.model.towers import PictureFeatures, VisionTower
-from hone.runtime.kept import Kept
+from hone.runtime.bounded_cache import BoundedCache
+from hone.sizes import KEPT_FEATURES_BYTES, PATCHES_PER_PASS
 from hone.types import Picture
-
-PATCHES_PER_PASS = 4096
-"""Patches that the tower computes together, one picture at least; memory, never the result."""
-KEPT_BYTES = 1 << 28
-"""Features of a frozen tower that are kept, those used last."""
 
 
 class Vision:
@@ -30,7 +26,7 @@ class Vision:
     def __init__(self, tower: VisionTower) -> None:
         self.tower = tower
         self.patches_per_pass = PATCHES_PER_PASS
-        self._kept = Kept[PictureFeatures](KEPT_BYTES, lambda features: features.num_bytes)
+        self._kept = BoundedCache[PictureFeatures](KEPT_FEATURES_BYTES, lambda features: features.num_bytes)
         self.num_computed = 0
         """Pictures that went through the tower."""
         self.most_passes: Callable[[int], int] = int

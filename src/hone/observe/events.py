@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.observe.whole import line_start, mapped
+from hone.runtime.files import line_start, mapped
 from hone.types import Sample
 
 FILE = "events.jsonl"

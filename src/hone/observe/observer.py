@@ -31,7 +31,7 @@ from hone.observe.report import Picture, RunSummary, write_report
 from hone.observe.sinks import MetricsFile, Row, TensorBoard, table_rows
 from hone.observe.trace import Event, Spans, Timeline, TraceFile
 from hone.observe.trackers import Labels, open_trackers
-from hone.observe.whole import sync
+from hone.runtime.files import sync
 from hone.types import Group, Position
 
 REPORT_EVERY_S = 120.0

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from hone.observe.background import Background
 from hone.observe.thumbnails import Thumbnails
-from hone.observe.whole import set_aside, sync, write_whole
+from hone.runtime.files import set_aside, sync, write_whole
 from hone.types import Group, Sample, TokenIds, Turn, WithArrays, read_only, version_spans
 
 NUM_CHECKED = 32

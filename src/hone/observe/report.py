@@ -28,7 +28,7 @@ from hone.observe.recorder import RecordedSample, is_whole, read_samples, record
 from hone.observe.sinks import some_metric_lines
 from hone.observe.thumbnails import read_thumbnails
 from hone.observe.trackers import Labels
-from hone.observe.whole import set_aside, write_whole
+from hone.runtime.files import set_aside, write_whole
 
 SUMMARY = Path("logs") / "summary.json"
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from hone.doctor.ranges import BASELINE_LINES
 from hone.errors import HoneError, RunFolderError
-from hone.observe.whole import line_start, mapped
+from hone.runtime.files import line_start, mapped
 from hone.types import Group
 
 COLUMNS = ("prompt", "response", "reward", "advantage", "answer", "finish")

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from hone.config.run import ObserveSection
 from hone.errors import ConfigError, HoneError
 from hone.observe.sinks import COLUMNS, Row
-from hone.observe.whole import write_whole
+from hone.runtime.files import write_whole
 
 MLFLOW_BATCH = 100
 """Parameters of one request."""

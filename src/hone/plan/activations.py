@@ -19,15 +19,8 @@ from typing import Literal
 from hone.plan import state_activations
 from hone.plan.architecture import Architecture, linear_layers
 from hone.plan.states import LayerKind
+from hone.sizes import BLOCK_SCORES, FLASH_WIDTH, QUERY_ROWS
 
-OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""What Hone's own decoder runs; must equal `model.decoder.FAMILY`, a test compares them."""
-BLOCK_SCORES = 1 << 19
-"""Scores per head that attention makes at one time; `model.layout.BLOCK_SCORES`, a test compares them."""
-QUERY_ROWS = 256
-"""Queries of a tile of attention; `model.layout.QUERY_ROWS`, a test compares them."""
-FLASH_WIDTH = 256
-"""Widest head that flash attention computes; `model.attention.FLASH_WIDTH`, a test compares them."""
 INDEX_BYTES = 8
 """Of a place of a token, or of one head of it."""
 SCORE_BYTES = {(4, False): 4, (4, True): 8, (2, False): 8, (2, True): 14}

@@ -26,13 +26,12 @@ from hone.plan.activations import (
 )
 from hone.plan.architecture import GIB, Architecture, adapter_parameters
 from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
-from hone.plan.engine import EnginePlan
+from hone.plan.engine import CONTEXT_BYTES, EnginePlan
 from hone.plan.ledger import Moment, Term, moment, term
 from hone.plan.tower_shape import Tower
 from hone.plan.workload import Workload
+from hone.sizes import KEPT_FEATURES_BYTES
 
-CONTEXT_BYTES = 512 << 20
-"""A process's CUDA context; an estimate."""
 COLLECTIVES_BYTES = 3 * GIB
 """Buffers of NCCL's communicators on one device; reports range from 1 to 6 GB, so an estimate to be measured."""
 PROCESS_BYTES = 3 * GIB
@@ -110,7 +109,7 @@ class Trained:
         share = f"{p} B x {tower.parameters:,} parameters / {self.shard}, frozen"
         yield term(self.label("vision tower"), p * tower.parameters / self.shard, share, "model.freeze")
         if self.has_pictures:
-            yield term(self.label("features of pictures"), local.KEPT_FEATURES_BYTES, "at most")
+            yield term(self.label("features of pictures"), KEPT_FEATURES_BYTES, "at most")
 
     def seen(self) -> list[Term]:
         """What a trained vision tower keeps for its backward pass."""
@@ -302,7 +301,7 @@ def _under_way_on_host(pools: Sequence[tuple[PoolPlan, int]]) -> int:
     largest = max(first.bucket_bytes, first.sent_bytes)
     two, files = largest + first.bucket_bytes, 0
     for pool, devices in here:
-        if isinstance(pool.engine, EnginePlan) and (ways := pool.engine.settings.tensor_parallel) > 1:
+        if isinstance(pool.engine, EnginePlan) and (ways := pool.engine.settings.tensor_parallel_size) > 1:
             files += largest * (devices // ways)
     return two + two * any(pool.policy for pool, _ in here) + files
 

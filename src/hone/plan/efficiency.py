@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hone.plan.time import Efficiency
-from hone.runtime.user_state import state_folder, write_user_state
+from hone.runtime.files import state_folder, write_user_state
 
 VARIABLE = "HONE_EFFICIENCY"
 NEAR = 4.0

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hone.plan.architecture import Architecture
+from hone.plan.engine import CONTEXT_BYTES
 from hone.plan.ledger import Term, term
-from hone.plan.local import CONTEXT_BYTES, LocalSettings, ScoringModel, engine_terms, reading_terms
+from hone.plan.local import LocalSettings, ScoringModel, engine_terms, reading_terms
 from hone.plan.workload import Workload
 
 

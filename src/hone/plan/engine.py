@@ -19,7 +19,7 @@ from hone.plan.architecture import GIB, Architecture, adapter_room
 from hone.plan.ledger import Term, gib, term
 
 CONTEXT_BYTES = 512 << 20
-"""CUDA context of the engine's own process, outside what it asks for; an estimate."""
+"""CUDA context of a process, outside what an engine asks for; an estimate."""
 GRAPH_BYTES = GIB
 """Captured graphs; an estimate. They cannot be given back."""
 
@@ -29,11 +29,11 @@ class EngineSettings:
     """One replica of an engine, as one of its devices sees it."""
 
     architecture: Architecture
-    tensor_parallel: int
-    memory_frac: float
-    max_batched_tokens: int
-    max_samples: int
-    longest: int
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
     """Tokens of the longest sequence that it must be able to hold."""
     section: str
     """Of the file that its settings are in."""
@@ -78,7 +78,7 @@ class EnginePlan:
 
     @property
     def requested_bytes(self) -> int:
-        return round(self.settings.memory_frac * self.capacity_bytes)
+        return round(self.settings.gpu_memory_utilization * self.capacity_bytes)
 
     @property
     def _count(self) -> int:
@@ -89,7 +89,7 @@ class EnginePlan:
     @property
     def weights_bytes(self) -> int:
         settings = self.settings
-        held = settings.weight_bytes * self._count // settings.tensor_parallel
+        held = settings.weight_bytes * self._count // settings.tensor_parallel_size
         return max(held - settings.offload_bytes, 0)
 
     @property
@@ -102,7 +102,7 @@ class EnginePlan:
         """Of an adapter beside the weights, as large as its rank allows."""
         settings = self.settings
         return settings.weight_bytes * adapter_room(
-            settings.architecture, settings.adapter_rank, settings.tensor_parallel
+            settings.architecture, settings.adapter_rank, settings.tensor_parallel_size
         )
 
     @property
@@ -112,11 +112,12 @@ class EnginePlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Activations of one step of `max_batched_tokens`, and the sampler's copies of the logits; or the pass of a
+        """Activations of one step of `max_num_batched_tokens`, and the sampler's copies of the logits; or the pass of a
         vision tower over its budget of picture tokens, if that takes more."""
         settings, arch = self.settings, self.settings.architecture
-        layer = 2 * settings.max_batched_tokens * (4 * arch.active_inner // settings.tensor_parallel + 6 * arch.hidden)
-        sampler = 12 * settings.max_samples * arch.vocab
+        width = 4 * arch.active_inner // settings.tensor_parallel_size + 6 * arch.hidden
+        layer = 2 * settings.max_num_batched_tokens * width
+        sampler = 12 * settings.max_num_seqs * arch.vocab
         features, seeing = self._tower_bytes
         return features + max(layer + sampler, seeing)
 
@@ -127,7 +128,7 @@ class EnginePlan:
         if tower is None:
             return 0
         largest = settings.picture_pixels // (tower.patches_per_token * tower.patch**2)
-        return max(settings.max_batched_tokens, largest)
+        return max(settings.max_num_batched_tokens, largest)
 
     @property
     def _tower_bytes(self) -> tuple[int, int]:
@@ -136,7 +137,7 @@ class EnginePlan:
         if tower is None:
             return 0, 0
         p, tokens = settings.weight_bytes, self.seen_tokens
-        divided = replace(tower, inner=tower.inner // settings.tensor_parallel)
+        divided = replace(tower, inner=tower.inner // settings.tensor_parallel_size)
         each = towers.forward_per_patch(divided, p) + (4 + p) * tower.values_per_patch  # patches in float32, then in p
         return p * tower.out * tokens, each * tokens * tower.patches_per_token
 
@@ -148,7 +149,7 @@ class EnginePlan:
     def kv_bytes_per_token(self) -> int:
         settings = self.settings
         return settings.architecture.kv_bytes_per_token(
-            bytes_each=settings.kv_bytes, tensor_parallel=settings.tensor_parallel
+            bytes_each=settings.kv_bytes, tensor_parallel=settings.tensor_parallel_size
         )
 
     @property
@@ -165,20 +166,21 @@ class EnginePlan:
     @property
     def longest_sequences(self) -> float:
         """Sequences of the longest kind that the cache holds."""
-        return self.cache_bytes / (self.kv_bytes_per_token * self.settings.longest)
+        return self.cache_bytes / (self.kv_bytes_per_token * self.settings.max_model_len)
 
     @property
     def smallest_frac(self) -> float:
         """The least share of the device with which weights, workspace and one longest sequence fit."""
-        return (self._fixed_bytes + self.kv_bytes_per_token * self.settings.longest) / self.capacity_bytes
+        return (self._fixed_bytes + self.kv_bytes_per_token * self.settings.max_model_len) / self.capacity_bytes
 
     def terms(self) -> list[Term]:
         """What it holds while awake; a cache that is not there is not counted, see `problem`."""
         settings, prefix = self.settings, self.settings.prefix
-        tp, section = settings.tensor_parallel, settings.section
+        tp, section = settings.tensor_parallel_size, settings.section
         count = self._count
         seen = f"; vision tower over {self.seen_tokens:,} picture tokens" if self.seen_tokens else ""
-        rest = f"{settings.memory_frac:g} x {gib(self.capacity_bytes)} less the rest: {self.cache_tokens:,} tokens"
+        share = f"{settings.gpu_memory_utilization:g} x {gib(self.capacity_bytes)}"
+        rest = f"{share} less the rest: {self.cache_tokens:,} tokens"
         return [
             term(
                 f"{prefix}weights",
@@ -196,7 +198,7 @@ class EnginePlan:
             term(
                 f"{prefix}workspace",
                 self.workspace_bytes,
-                f"{settings.max_batched_tokens:,} tokens of one layer, logits of {settings.max_samples:,}{seen} "
+                f"{settings.max_num_batched_tokens:,} tokens of one layer, logits of {settings.max_num_seqs:,}{seen} "
                 "(estimate)",
                 f"{section}.max_num_batched_tokens",
             ),
@@ -215,19 +217,19 @@ class EnginePlan:
 
     def problem(self) -> str | None:
         """Why it cannot start, or None."""
-        if self.cache_bytes >= self.kv_bytes_per_token * self.settings.longest:
+        if self.cache_bytes >= self.kv_bytes_per_token * self.settings.max_model_len:
             return None
         settings = self.settings
         needed = self._fixed_bytes
         if self.cache_bytes < 0:
             why = f"weights ({gib(self.weights_bytes)}) and workspace do not fit into it: they take {gib(needed)}"
         else:
-            one = self.kv_bytes_per_token * settings.longest
+            one = self.kv_bytes_per_token * settings.max_model_len
             left = gib(self.cache_bytes)
-            why = f"the {left} left for the cache hold no sequence of {settings.longest:,} tokens ({gib(one)})"
+            why = f"the {left} left for the cache hold no sequence of {settings.max_model_len:,} tokens ({gib(one)})"
         return (
-            f"{settings.section}.gpu_memory_utilization = {settings.memory_frac:g} of {gib(self.capacity_bytes)} is "
-            f"{gib(self.requested_bytes)}: {why}. {self._way_out()}"
+            f"{settings.section}.gpu_memory_utilization = {settings.gpu_memory_utilization:g} of "
+            f"{gib(self.capacity_bytes)} is {gib(self.requested_bytes)}: {why}. {self._way_out()}"
         )
 
     def _way_out(self) -> str:
@@ -236,5 +238,5 @@ class EnginePlan:
             return f"At least {least:.2f} is needed, or a larger {settings.section}.tensor_parallel_size."
         return (
             f"No share of one device is enough: raise {settings.section}.tensor_parallel_size above "
-            f"{settings.tensor_parallel}."
+            f"{settings.tensor_parallel_size}."
         )

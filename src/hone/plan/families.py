@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hone.config.derived import RUNS_ON, why_rows
-from hone.config.messages import nearest
-from hone.errors import DataError
+from hone.errors import DataError, nearest
 from hone.plan.architecture import Architecture, Experts, Latent
 from hone.plan.states import LAYER_KINDS, STATE_SPACES, LayerKind, layer_types, state_layer
 from hone.plan.tower_shape import tower_of

@@ -16,11 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from hone.config.messages import nearest
 from hone.config.run import RunConfig
 from hone.config.topology import topology_of
 from hone.devices import AMD, ASCEND, NVIDIA, machine_kind, nvidia_smi, visible_devices
-from hone.errors import DataError
+from hone.errors import DataError, nearest
 from hone.plan.architecture import GIB
 
 THIS = "this"

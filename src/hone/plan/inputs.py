@@ -11,7 +11,6 @@ from hone.config.engine import REWARD_MODEL_BATCH_TOKENS
 from hone.config.run import RunConfig
 from hone.config.section import Section
 from hone.config.topology import Topology, judge_services, judges_pool, topology_of
-from hone.plan import activations
 from hone.plan.activations import Implementation, Pass
 from hone.plan.architecture import Architecture
 from hone.plan.families import architecture_from
@@ -20,6 +19,7 @@ from hone.plan.kv_cache import CacheRoom, cache_room
 from hone.plan.local import ScoringModel
 from hone.plan.presets import named_architecture, policy_config
 from hone.plan.workload import Workload, share_of
+from hone.sizes import OWN_FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def implementation_of(inputs: Inputs) -> Implementation:
 
 def automatic_implementation(architecture: Architecture) -> Implementation:
     """Which code runs a model where no key says it."""
-    return "hone" if architecture.model_type in activations.OWN_FAMILIES else "transformers"
+    return "hone" if architecture.model_type in OWN_FAMILIES else "transformers"
 
 
 def is_cuda(inputs: Inputs) -> bool:
@@ -173,9 +173,9 @@ Settings = Mapping[str, Any]
 """Values by dotted key."""
 
 
-def setting(inputs: Inputs, key: str) -> Any:
+def value_of(config: RunConfig, key: str) -> Any:
     """The value of a key."""
-    here: Any = inputs.config
+    here: Any = config
     for part in key.split("."):
         here = here[part] if isinstance(here, Mapping) else getattr(here, part)
     return here

@@ -9,7 +9,7 @@ from hone.config.cluster import PoolSection
 from hone.config.engine import ROLE_TOKENS
 from hone.config.rules.files import served_by
 from hone.config.topology import service_devices
-from hone.plan.inputs import Inputs, changed, setting
+from hone.plan.inputs import Inputs, changed, value_of
 from hone.plan.planner import cluster_violations
 from hone.plan.pools import judge_engine, judge_requests
 
@@ -151,7 +151,7 @@ def _resized(pools: Mapping[str, PoolSection], more: Mapping[str, int]) -> dict[
 def _legal(inputs: Inputs, key: str, values: Iterable[Any]) -> list[Any]:
     """Today's value, and those that break no rule of the run file."""
     legal = [value for value in values if not cluster_violations(changed(inputs, {key: value}))]
-    return _with(setting(inputs, key), legal)
+    return _with(value_of(inputs.config, key), legal)
 
 
 def _with(today: Any, values: Iterable[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from hone.config.engine import POLICY_GPU_FRAC
 from hone.config.run import RunConfig
 from hone.plan.architecture import Architecture
 from hone.plan.workload import Workload
+from hone.sizes import round_size
 
 LEAST_COLUMNS = 16
 """Granularity of responses in the cache, in tokens."""
@@ -24,12 +25,6 @@ def columns_for(tokens: int) -> int:
     that the matrix products of attention come in few shapes (on CPUs each new one is compiled)."""
     step = max(LEAST_COLUMNS, 1 << max(tokens.bit_length() - 3, 0))
     return -(-tokens // step) * step
-
-
-def rounded(size: int) -> int:
-    """As `round_size` in `model/layout.py`; a test compares them."""
-    step = min(64, 1 << max(size.bit_length() - 4, 0))
-    return -(-size // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +49,7 @@ class CacheRoom:
         rows = min(rows, self.samples)
         if not self.shares_prompts:
             return rows * (self.prompt_tokens + self.response_tokens)
-        return rounded(rows) * columns_for(max(self.response_tokens - 1, 1))
+        return round_size(rows) * columns_for(max(self.response_tokens - 1, 1))
 
     def prompts_stored(self, rows: int) -> int:
         """Prompts that are stored, at most."""

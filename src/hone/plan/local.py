@@ -28,11 +28,12 @@ from hone.plan.activations import (
     recomputes_last,
 )
 from hone.plan.architecture import Architecture, adapter_parameters
-from hone.plan.engine import GRAPH_BYTES
+from hone.plan.engine import CONTEXT_BYTES, GRAPH_BYTES
 from hone.plan.kv_cache import CacheRoom
 from hone.plan.ledger import Moment, Term, moment, term
 from hone.plan.routing import routing_records
 from hone.plan.workload import Workload
+from hone.sizes import KEPT_FEATURES_BYTES, KEPT_PIXELS_BYTES, PATCHES_PER_PASS
 
 PROCESS_BYTES = 490 << 20
 """Python with torch, Transformers and Hone loaded. Measured: 450 to 490 MiB."""
@@ -41,12 +42,6 @@ KEPT_BYTES = 160 << 20
 data. Measured: 130 to 210 MiB over small runs."""
 LARGEST_KEPT_BLOCK = 32 << 20
 """glibc maps larger blocks, and gives them back when they are freed; smaller ones stay in the process."""
-CONTEXT_BYTES = 512 << 20
-"""A process's CUDA context; an estimate."""
-PATCHES_PER_PASS, KEPT_FEATURES_BYTES = 4096, 1 << 28
-"""Of a vision tower: patches computed together, and features kept; `model/vision.py`, a test compares them."""
-KEPT_PIXELS_BYTES = 1 << 27
-"""Of a process, on the host; `data/pictures.py`, a test compares them."""
 
 
 @dataclass(frozen=True, slots=True)

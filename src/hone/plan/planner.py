@@ -30,7 +30,7 @@ from hone.plan.pools import pools_of
 from hone.plan.routing import routing_records
 from hone.plan.schedule import measured_rates, step_time
 from hone.plan.time import StepTime
-from hone.plan.verdict import Verdict, best_cure, judge
+from hone.plan.verdict import Verdict, best_suggestion, judge
 from hone.plan.workload import workload_of
 
 FORMAT = 2
@@ -123,10 +123,10 @@ def plan(
         hardware = replace(hardware, memory_bytes=min(hardware.memory_bytes, int(budget * GIB)))
     workload = workload_of(config, mean_prompt_tokens=mean_prompt_tokens, mean_response_tokens=mean_response_tokens)
     found = plan_inputs(resolve(config, hardware, workload, folder))
-    cure = best_cure(found.inputs, found.ledgers, lambda inputs: plan_inputs(inputs).ledgers)
-    if cure is None:
+    suggestion = best_suggestion(found.inputs, found.ledgers, lambda inputs: plan_inputs(inputs).ledgers)
+    if suggestion is None:
         return found
-    return replace(found, verdict=replace(found.verdict, sentence=f"{found.verdict.sentence}. {cure}"))
+    return replace(found, verdict=replace(found.verdict, sentence=f"{found.verdict.sentence}. {suggestion}"))
 
 
 def plan_inputs(inputs: Inputs) -> Plan:

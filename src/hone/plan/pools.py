@@ -144,11 +144,11 @@ def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded:
     return EnginePlan(
         EngineSettings(
             architecture=inputs.architecture,
-            tensor_parallel=args.tensor_parallel_size,
-            memory_frac=args.gpu_memory_utilization or POLICY_GPU_FRAC,
-            max_batched_tokens=args.max_num_batched_tokens or max(rollout.prefill_tokens, least),
-            max_samples=sequences,
-            longest=longest,
+            tensor_parallel_size=args.tensor_parallel_size,
+            gpu_memory_utilization=args.gpu_memory_utilization or POLICY_GPU_FRAC,
+            max_num_batched_tokens=args.max_num_batched_tokens or max(rollout.prefill_tokens, least),
+            max_num_seqs=sequences,
+            max_model_len=longest,
             lengths=(lengths.max_prompt, lengths.max_response),
             picture_pixels=inputs.picture_pixels,
             graphs=not args.enforce_eager,
@@ -218,11 +218,11 @@ def _judge(inputs: Inputs, service: str) -> EnginePlan | EmbeddedJudge:
     return EnginePlan(
         EngineSettings(
             architecture=inputs.judges[service],
-            tensor_parallel=engine.tensor_parallel_size,
-            memory_frac=engine.gpu_memory_utilization or SERVICE_GPU_FRAC,
-            max_batched_tokens=engine.max_num_batched_tokens or SERVICE_STEP_TOKENS,
-            max_samples=engine.max_num_seqs or SERVICE_SEQUENCES,
-            longest=engine.max_model_len or inputs.judges[service].max_positions or sum(lengths),
+            tensor_parallel_size=engine.tensor_parallel_size,
+            gpu_memory_utilization=engine.gpu_memory_utilization or SERVICE_GPU_FRAC,
+            max_num_batched_tokens=engine.max_num_batched_tokens or SERVICE_STEP_TOKENS,
+            max_num_seqs=engine.max_num_seqs or SERVICE_SEQUENCES,
+            max_model_len=engine.max_model_len or inputs.judges[service].max_positions or sum(lengths),
             lengths=lengths,
             answers=sum(one.votes for one in asked),
             graphs=not engine.enforce_eager,

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.derived import overridden
-from hone.config.messages import nearest
 from hone.config.run import ModelSection
-from hone.errors import DataError
+from hone.errors import DataError, nearest
 from hone.plan.architecture import Architecture
 from hone.plan.families import architecture_from
+from hone.sizes import CHARACTER_SPECIALS
 
 MODELS = Path(__file__).parent / "models"
 VARIANTS = ("-instruct", "-base", "-chat", "-it", "-hf", "-thinking", "-instruct-2507", "-thinking-2507")
@@ -28,8 +28,6 @@ SAME_SHAPE = {
     "skywork-reward-llama-3.1-8b-v0.2": "llama-3.1-8b",
 }
 """Judges and reward models that were made of a shipped shape."""
-SPECIAL_CHARACTER_TOKENS = 2
-"""Padding and end, which a tokenizer of `model.characters` has besides; a test compares it with `data.chat`'s."""
 
 
 @cache
@@ -65,7 +63,7 @@ def policy_config(model: ModelSection, folder: Path) -> Mapping[str, Any]:
     """
     if model.init is not None:
         if model.characters is not None:
-            vocab: int | None = len(model.characters) + SPECIAL_CHARACTER_TOKENS
+            vocab: int | None = len(model.characters) + len(CHARACTER_SPECIALS)
         else:
             vocab = None if model.tokenizer is None else _tokens_of(folder / Path(model.tokenizer).expanduser())
         if vocab is None:

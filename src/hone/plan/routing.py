@@ -5,9 +5,7 @@ from __future__ import annotations
 from hone.plan.architecture import Architecture
 from hone.plan.ledger import Term, term
 from hone.plan.workload import Workload
-
-ONE_BYTE_EXPERTS = 128
-"""Most experts whose numbers are recorded in a byte (`model.routing.Routing.dtype`)."""
+from hone.sizes import ONE_BYTE_EXPERTS
 
 
 def routing_records(architecture: Architecture, workload: Workload) -> list[Term]:

@@ -86,9 +86,9 @@ def _of_engine(engine: EnginePlan | Embedded | EmbeddedJudge | Reader, devices: 
             step = min(one.batch_tokens for one in engine.models)
         room = math.inf if isinstance(engine, Reader) else settings.room.tokens(settings.max_concurrent)
         return Sampler(engine.architecture, devices, 1, settings.max_concurrent, room, step, engine.bytes_each)
-    settings, each = engine.settings, engine.settings.tensor_parallel
-    replicas, cache, step = max(devices // each, 1), engine.cache_tokens, settings.max_batched_tokens
-    return Sampler(settings.architecture, replicas, each, settings.max_samples, cache, step, settings.weight_bytes)
+    settings, each = engine.settings, engine.settings.tensor_parallel_size
+    replicas, cache, step = max(devices // each, 1), engine.cache_tokens, settings.max_num_batched_tokens
+    return Sampler(settings.architecture, replicas, each, settings.max_num_seqs, cache, step, settings.weight_bytes)
 
 
 def _rollout(inputs: Inputs, sampler: Sampler, rates: Efficiency) -> dict[str, float]:

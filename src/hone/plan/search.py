@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from hone.errors import DataError
-from hone.plan.inputs import Inputs, Settings, changed, plain, setting
+from hone.plan.inputs import Inputs, Settings, changed, plain, value_of
 from hone.plan.knobs import Block, has_vllm, scoring, whole_run
 from hone.plan.ledger import gib, percent
 from hone.plan.planner import Plan, cluster_settings, plan_inputs
@@ -146,7 +146,7 @@ def propose(today: Plan, preset: Preset, *, pinned: frozenset[str] = frozenset()
     changes = [
         PlanChange(one, plain(before), plain(after), search.why(start, best, key))
         for key, value in search.differences(start, best.inputs).items()
-        for one, before, after in _written(key, setting(start, key), value)
+        for one, before, after in _written(key, value_of(start.config, key), value)
     ]
     return Proposal(preset, best.plan, tuple(changes))
 
@@ -233,8 +233,10 @@ class _Search:
         keys = [*CLUSTER] if start.is_local and not end.is_local else []
         for block in self.goal.blocks(end):
             keys += block
-        after = {key: setting(end, key) for key in keys}
-        return {key: value for key, value in after.items() if value is not None and value != setting(start, key)}
+        after = {key: value_of(end.config, key) for key in keys}
+        return {
+            key: value for key, value in after.items() if value is not None and value != value_of(start.config, key)
+        }
 
     def without_idle_changes(self, start: Inputs, best: _Found) -> _Found:
         """Undo, one by one, the changes that gain nothing; those that make a cluster go together."""
@@ -247,7 +249,7 @@ class _Search:
         return best
 
     def _undone(self, start: Inputs, best: _Found, key: str) -> _Found:
-        return self.found(changed(best.inputs, {key: setting(start, key)}))
+        return self.found(changed(best.inputs, {key: value_of(start.config, key)}))
 
     def why(self, start: Inputs, best: _Found, key: str) -> str:
         """What would be without this one change."""

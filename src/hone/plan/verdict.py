@@ -72,7 +72,9 @@ LEAST_FRAC = 0.05
 """Of the peak: a change that frees less is not suggested."""
 
 
-def best_cure(inputs: Inputs, ledgers: Sequence[Ledger], relisted: Callable[[Inputs], Sequence[Ledger]]) -> str | None:
+def best_suggestion(
+    inputs: Inputs, ledgers: Sequence[Ledger], relisted: Callable[[Inputs], Sequence[Ledger]]
+) -> str | None:
     """`train.logprob_chunk_tokens=256 would free 25.6 GiB` of the fullest device's peak; None if no change helps much.
 
     Args:

@@ -35,7 +35,7 @@ from hone.reward.http import (
     Unavailable,
     token_from,
 )
-from hone.reward.resolve import Unusable, nearest
+from hone.reward.resolve import Unusable, did_you_mean
 from hone.reward.shown import ShownPictures
 from hone.reward.signature import ScoreSample, all_faulty
 from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, request_parts, score_of
@@ -234,7 +234,7 @@ def address_of(
         return Address((url,) if isinstance(url, str) else tuple(url or ()), token)
     if service not in services:
         named = f" The run file's: {', '.join(services)}." if services else " The run file has no `services`."
-        raise ValueError(f"no service {service!r}.{nearest(service, services)}{named}")
+        raise ValueError(f"no service {service!r}.{did_you_mean(service, services)}{named}")
     found = services[service]
     found = Address((found,)) if isinstance(found, str) else found
     return replace(found, token=token or found.token)
@@ -263,7 +263,7 @@ class Gathering:
     callers is cancelled.
 
     Args:
-        ask: scores items, whose ids differ, with one request; what it raises, everybody who waits for one gets.
+        ask: scores items, whose ids differ, with one request; every caller that waits for one gets what it raises.
         max_requests: requests at one time; more items wait, and go together.
         max_items: asked for the most items of a request, whenever one is made.
     """

@@ -232,7 +232,7 @@ class Endpoints:
             endpoint.falls += 1
 
     def backoff_s(self, failures: int) -> float:
-        """Full jitter: uniform up to a bound that doubles, so that those who failed together do not return together."""
+        """Full jitter: uniform up to a bound that doubles, so that what failed together does not return together."""
         return random.uniform(0, min(MAX_BACKOFF_S, self._first_backoff_s * 2 ** min(failures, 32)))
 
     def _back_in_service(self, endpoint: Endpoint, *, failures: int) -> None:

@@ -6,7 +6,6 @@ second happens in the process that will call it.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
@@ -18,7 +17,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
-from hone.errors import ConfigError
+from hone.errors import ConfigError, nearest
 from hone.reward.foreign import Unfit, adapted
 from hone.reward.signature import RewardFunction
 from hone.runtime.user_code import describe, import_module
@@ -59,14 +58,14 @@ def resolve(use: str, folder: Path) -> FunctionRef:
     if match is None:
         named = (*BUILTIN_REWARDS, *registered_rewards())
         forms = f"By name: {', '.join(named)}; your own: package.module:function or file.py:function."
-        raise Unusable(f"no reward {use!r}.{nearest(use, named)} {forms}")
+        raise Unusable(f"no reward {use!r}.{did_you_mean(use, named)} {forms}")
     place, function = match["place"], match["function"]
     if not place.endswith(".py"):
         return FunctionRef(place, function)
     path = (folder / Path(place).expanduser()).resolve()
     if not path.is_file():
         others = [other.name for other in path.parent.glob("*.py")]
-        raise Unusable(f"no file {path}.{nearest(path.name, others)}")
+        raise Unusable(f"no file {path}.{did_you_mean(path.name, others)}")
     return FunctionRef(str(path), function)
 
 
@@ -135,16 +134,16 @@ def _function(module: ModuleType, target: FunctionRef) -> Any:
     found = getattr(module, target.function, None)
     if found is None:
         own = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise Unusable(f"{target.place} has no function {target.function!r}.{nearest(target.function, own)}")
+        raise Unusable(f"{target.place} has no function {target.function!r}.{did_you_mean(target.function, own)}")
     if not callable(found):
         raise Unusable(f"{target.place}:{target.function} is {type(found).__name__}, not a function")
     return found
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """` Did you mean x?`, or nothing."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or nothing."""
+    close = nearest(name, choices, cutoff=50)
+    return f" Did you mean {close!r}?" if close else ""
 
 
 def _import(place: str) -> ModuleType:
@@ -161,7 +160,7 @@ def _check_arguments(function: RewardFunction, name: str, args: Mapping[str, Any
     except TypeError as error:
         names = [p for p in list(signature.parameters)[1:] if p not in args]
         unknown = [arg for arg in args if arg not in signature.parameters]
-        hint = nearest(unknown[0], names) if unknown else ""
+        hint = did_you_mean(unknown[0], names) if unknown else ""
         raise Unusable(f"{name}{signature} does not fit args {dict(args)}: {error}.{hint}") from error
     try:
         getattr(function, "hone_check_args", lambda _: None)(args)

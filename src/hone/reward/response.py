@@ -33,7 +33,7 @@ class RetryableFailure(Exception):
     ) -> None:
         super().__init__(why)
         self.rest_s = rest_s
-        """How long the endpoint wants to be left alone; None: it did not say."""
+        """`Retry-After` of the answer; None: it had none."""
         self.is_invalid = is_invalid
         """It answered, but not with what an answer must be."""
         self.is_cut = is_cut

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.runtime.kept import Kept
+from hone.runtime.bounded_cache import BoundedCache
 from hone.types import Picture
 
 KEPT_BYTES = 64 << 20
@@ -33,7 +33,7 @@ class ShownPictures:
 
     def __init__(self, side: int) -> None:
         self._side = side
-        self._kept = Kept[str](KEPT_BYTES, len)
+        self._kept = BoundedCache[str](KEPT_BYTES, len)
 
     async def urls(self, pictures: Sequence[Picture]) -> tuple[str, ...]:
         """In their order. Raises DataError for a picture that has changed since prompts were loaded."""

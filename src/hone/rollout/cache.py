@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.model.layout import round_size
 from hone.plan.kv_cache import columns_for
 from hone.rollout.upload import upload
+from hone.sizes import round_size
 
 
 class KeyValueStore:

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.model.decoder import Attend
-from hone.model.layout import filled, round_size
+from hone.model.layout import filled
 from hone.rollout.cache import KeyValueStore
 from hone.rollout.upload import upload
+from hone.sizes import round_size
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Rows of one prompt that have sampled the same tokens so far are one branch: it i
 forks where they part. A prompt's keys and values are stored once. At each layer the queries of all branches of a prompt
 meet it in one matrix product, each branch meets its own response in another, and one softmax spans both. A branch whose
 rows are finished is closed over by moving the last branch into its slot. Attention is as wide as the longest live
-prompt and, rounded up, response. Counts of tokens and branches are rounded up too (`layout.round_size` says why); the
+prompt and, rounded up, response. Counts of tokens and branches are rounded up too (`sizes.round_size` says why); the
 result of the filler is never read.
 
 The cache has room for a number of tokens (`plan.kv_cache`). A response takes as many columns as the longest one,
@@ -29,7 +29,7 @@ from hone.config.run import RolloutSection
 from hone.errors import DataError
 from hone.model.decoder import Decoder
 from hone.model.hf import no_pictures
-from hone.model.layout import filled, round_size
+from hone.model.layout import filled
 from hone.plan.kv_cache import CacheRoom, columns_for
 from hone.rollout.cache import DecoderAdmission, KeyValueStore
 from hone.rollout.cached_attention import Grouping, prompt_attention, response_attention, step_attention
@@ -37,6 +37,7 @@ from hone.rollout.engine import CacheUse
 from hone.rollout.graphs import StepGraphs
 from hone.rollout.stepper import closing_moves
 from hone.rollout.upload import upload
+from hone.sizes import round_size
 from hone.types import Picture, TokenIds
 
 PREFILL_TOKENS: int = RolloutSection.model_fields["prefill_tokens"].default

@@ -55,7 +55,7 @@ class EpisodeEngine:
         in_step: bool,
     ) -> None:
         self._engine, self._environments, self._encode, self._max_turns = engine, environments, encode, max_turns
-        self._rounds = Rounds(in_step)
+        self._barrier = TurnBarrier(in_step)
 
     @property
     def version(self) -> int:
@@ -64,15 +64,17 @@ class EpisodeEngine:
 
     async def generate(self, request: Request, on_sample: OnSample | None = None) -> tuple[Sample, ...]:
         """See `Engine.generate`. `request.sampling.max_tokens` bounds a whole sample, tool tokens included."""
-        with self._rounds.playing():
+        with self._barrier.playing():
             first = await self._engine.generate(request)
-            drafts = [Draft(request, sample, self._open(request, sample.index), self._encode) for sample in first]
+            builders = [
+                SampleBuilder(request, sample, self._open(request, sample.index), self._encode) for sample in first
+            ]
             try:
-                await self._play(request, drafts, on_sample)
+                await self._play(request, builders, on_sample)
             finally:
-                for draft in drafts:
-                    draft.environment.close()
-            return tuple(draft.sample() for draft in drafts)
+                for builder in builders:
+                    builder.environment.close()
+            return tuple(builder.sample() for builder in builders)
 
     async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """See `Engine.load`."""
@@ -101,28 +103,28 @@ class EpisodeEngine:
         seed = episode_seed(request.seed, request.stream, request.prompt.index, sample_index)
         return self._environments.open(Episode(request.prompt, sample_index, seed))
 
-    async def _play(self, request: Request, drafts: Sequence[Draft], on_sample: OnSample | None) -> None:
+    async def _play(self, request: Request, builders: Sequence[SampleBuilder], on_sample: OnSample | None) -> None:
         """Turn by turn, until every sample has ended."""
 
-        async def answer(draft: Draft, is_last: bool) -> bool:
-            goes_on = await draft.answer(is_last=is_last)
-            if not goes_on and on_sample is not None:
-                on_sample(draft.sample())
-            return goes_on
+        async def answer(builder: SampleBuilder, is_last: bool) -> bool:
+            continues = await builder.answer(is_last=is_last)
+            if not continues and on_sample is not None:
+                on_sample(builder.sample())
+            return continues
 
-        playing = drafts
+        playing = builders
         for turn in range(1, self._max_turns + 1):
-            goes_on = await _all(answer(draft, turn == self._max_turns) for draft in playing)
-            playing = [draft for draft, on in zip(playing, goes_on, strict=True) if on]
+            continues = await _all(answer(builder, turn == self._max_turns) for builder in playing)
+            playing = [builder for builder, on in zip(playing, continues, strict=True) if on]
             if not playing:
                 return
-            await self._rounds.next((request.stream, request.prompt.index, request.num_samples))
-            turns = await _all(self._engine.generate(draft.next_request()) for draft in playing)
-            for draft, (sampled,) in zip(playing, turns, strict=True):
-                draft.append_turn(sampled)
+            await self._barrier.next((request.stream, request.prompt.index, request.num_samples))
+            turns = await _all(self._engine.generate(builder.next_request()) for builder in playing)
+            for builder, (sampled,) in zip(playing, turns, strict=True):
+                builder.append_turn(sampled)
 
 
-class Draft:
+class SampleBuilder:
     """A sample in the making."""
 
     def __init__(
@@ -241,8 +243,8 @@ class Draft:
             self._versions.append(VersionSpan(version, count))
 
 
-class Rounds:
-    """Lets groups take their turns together: who waits in `next` is woken when every group in play waits there.
+class TurnBarrier:
+    """Lets groups take their turns together: a caller of `next` is woken when every group in play waits there.
 
     A group that is done, has failed or is cancelled plays no more, so no other group waits for it.
     """
@@ -263,7 +265,7 @@ class Rounds:
             self._wake_if_all_wait()
 
     async def next(self, order: tuple[str, int, int]) -> None:
-        """Wait for the others. All wake in one pass of the event loop, by `order` and not by who came first."""
+        """Wait for the others. All wake in one pass of the event loop, by `order` and not first come, first served."""
         if not self._in_step:
             return
         entry = (order, asyncio.get_running_loop().create_future())

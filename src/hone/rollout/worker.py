@@ -146,7 +146,7 @@ class EngineWorker:
                     if self._busy():
                         self._work()
                     self._beats += 1
-        except BaseException as failure:  # the boundary of the thread: whatever it is, those who wait must hear of it
+        except BaseException as failure:  # the boundary of the thread: callers that wait are sent every failure
             self._end(failure)
         else:
             if self._closing:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hone.config.derived import has_answers, service_uses, services_of
+from hone.config.derived import component_name, has_answers, service_uses, services_of
 from hone.config.rewards import builtin_reward
 from hone.config.run import RewardComponent, RunConfig
 from hone.data.chat import Tokenizer, UnknownCharacter
@@ -27,7 +27,7 @@ from hone.data.lazy import spread
 from hone.data.prompts import PromptStream
 from hone.errors import ConfigError
 from hone.reward.http import Address
-from hone.reward.rewards import Rewards, component_name
+from hone.reward.rewards import Rewards
 from hone.run.report import CheckReport
 from hone.types import Fault, Group, Prompt, Sample, Score, version_spans
 

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hone.config.render import flattened
 from hone.doctor.watch import AlarmWatch, by_importance
 from hone.observe.report import alarms_of_events, known_metric, stages_of
 from hone.observe.sinks import some_metric_lines
-from hone.run.folder import RunFolder, flat_settings
+from hone.run.folder import RunFolder
 
 LAST = 10
 """Steps that an end value is the mean of."""
@@ -73,7 +74,7 @@ def compare_runs(paths: Sequence[Path], *, max_lines: int | None = None) -> RunC
         RunFolderError: one of the folders holds no run.
     """
     folders = [RunFolder.read(path) for path in paths]
-    settings = [flat_settings(folder.identity()) for folder in folders]
+    settings = [flattened(folder.identity()) for folder in folders]
     keys = sorted({key for each in settings for key in each})
     values = {key: tuple(each.get(key) for each in settings) for key in keys if key not in NOT_COMPARED}
     differing = {key: found for key, found in values.items() if any(value != found[0] for value in found)}

@@ -27,10 +27,11 @@ from typing import Any, Self
 from hone.config import schema
 from hone.config.cluster import ClusterSection
 from hone.config.load import Loaded, load_config, load_mapping
+from hone.config.render import flattened
 from hone.config.run import ServiceSection
 from hone.errors import RunFolderError
 from hone.observe.events import read_events
-from hone.observe.whole import ASIDE, make_folder, set_aside, write_whole
+from hone.runtime.files import ASIDE, make_folder, set_aside, write_whole
 from hone.runtime.processes import own_command
 
 SAME_NUMBERS = (
@@ -140,7 +141,7 @@ class RunFolder:
         fresh: bool = False,
         may_differ: Collection[str] = (),
     ) -> RunFolder:
-        """Take the folder for a run of `config` (a nested mapping of JSON values) and write who the run is.
+        """Take the folder for a run of `config` (a nested mapping of JSON values) and write the run's identity.
 
         Args:
             run_file: relative paths in `config` start at its folder.
@@ -398,7 +399,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], may_differ: Collection[str]) -> None:
-    old_keys, new_keys = flat_settings(old), flat_settings(new)
+    old_keys, new_keys = flattened(old), flattened(new)
     changed = [
         f"  {key}: {_shown(old_keys, key)} -> {_shown(new_keys, key)}"
         for key in sorted(old_keys.keys() | new_keys.keys())
@@ -410,18 +411,6 @@ def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], 
             + f"\n`{own_command()} train --resume {shlex.quote(str(path))}` takes that run's settings; "
             "--fresh or run.dir=... starts a new one."
         )
-
-
-def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}. Lists stay whole."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= (
-            flat_settings(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping) and value
-            else {f"{prefix}{name}": value}
-        )
-    return flat
 
 
 def _shown(keys: Mapping[str, Any], key: str) -> str:

@@ -43,7 +43,7 @@ from hone.config.topology import divided_tower
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
 from hone.data.pack import collate
 from hone.data.picture_processors import family_of
-from hone.errors import DataError, EngineError
+from hone.errors import DataError, EngineError, first_line
 from hone.loop.gate import NOTICEABLE, mean_gap
 from hone.model.base import CausalModel
 from hone.model.heads import reward_config
@@ -55,7 +55,7 @@ from hone.model.towers import TOWERS
 from hone.rollout.engine import Request, Sampling
 from hone.rollout.local import LocalEngine, refuse_to_compile
 from hone.rollout.vllm_weights import publishing_problem
-from hone.runtime.user_state import state_folder, write_user_state
+from hone.runtime.files import state_folder, write_user_state
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.types import UNRECORDED, Batch, Group, Picture, Prompt, Sample, VersionSpan
@@ -310,7 +310,7 @@ def _step(kind: str, what: str) -> Iterator[None]:
         raise
     except Exception as raised:  # boundary: classes raise anything, here or in the engine's worker
         error = raised.__cause__ if isinstance(raised, EngineError) and raised.__cause__ else raised
-        said = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
+        said = first_line(error)[:300].rstrip(".")
         raise DataError(
             f"model: {kind} cannot be {what}: its class raises {type(error).__name__}: {said}. {INSTEAD}."
         ) from raised

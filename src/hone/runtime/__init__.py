@@ -1,1 +1,1 @@
-"""Processes, restarts and user code: what every package may use. Imports nothing heavy."""
+"""Processes, files, restarts and user code: what every package may use. Imports nothing heavy."""

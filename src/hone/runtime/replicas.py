@@ -164,7 +164,7 @@ class Replica(Generic[InstanceT]):
             await asyncio.sleep(self._wait_s)
             try:
                 instance = await self._started()
-            except Exception as error:  # boundary: whatever it is, callers that wait must get it
+            except Exception as error:  # boundary: callers that wait are sent every failure
                 instance = None
                 self.went_down(f"could not be started: {error}")
 

@@ -31,7 +31,7 @@ from hone.runtime.processes import end_with
 START_TIMEOUT_S = 60.0
 """For a new worker to import the user's code and send its first reply."""
 CLOSE_TIMEOUT_S = 2.0
-"""For a worker to exit by itself once its channel is closed; then it is killed."""
+"""For a worker to close the channel by itself when it is closed here; then it is killed."""
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 """Signals that a process causes itself."""
 _LENGTH = struct.Struct("!Q")
@@ -121,12 +121,12 @@ class WorkerProcess:
         """
         return await asyncio.shield(self._end(how))
 
-    async def close(self) -> None:
-        """Let the process exit by itself, so that its exit handlers run; kill it after CLOSE_TIMEOUT_S."""
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Let the process close the channel by itself, as at its end; kill it after `timeout_s`."""
         if self._is_open:
             self._is_open = False
             self._writer.write_eof()
-            await asyncio.wait({self._reading}, timeout=CLOSE_TIMEOUT_S)
+            await asyncio.wait({self._reading}, timeout=timeout_s)
         await self.kill()
 
     def _end(self, how: str = "") -> asyncio.Task[WorkerDied]:

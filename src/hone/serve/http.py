@@ -77,7 +77,7 @@ class HttpSettings(BaseModel):
 
 
 class BearerTokens:
-    """Bearer tokens that are accepted. With no place for tokens named, everybody may ask."""
+    """Bearer tokens that are accepted. Where no place for tokens is named, every client is accepted."""
 
     def __init__(self, settings: HttpSettings) -> None:
         """Raises ConfigError when a place for tokens is named and holds none."""

@@ -6,7 +6,7 @@
 Token in, token out underneath: text is tokenised here and nowhere below. The randomness of a token is a function of
 the request's seed, the number of its choice within its prompt, and its place: what else is being served does not
 change it (the rounding of sums may, where two tokens are next to equally likely). Not here: requests and replies as
-such (`openai.py`), routes (`policy_app.py`), who may ask (`http.py`), loading a model (`hone.assemble`).
+such (`openai.py`), routes (`policy_app.py`), access (`http.py`), loading a model (`hone.assemble`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     GET  /health /readyz /livez /metrics /openapi.json
 
 `?reward=NAME` asks the foreign routes for one component instead of the weighted whole. What scores, queues and
-remembers is `scoring.py`; who may ask is `http.py`, how the server starts and ends `running.py`.
+remembers is `scoring.py`; access is `http.py`, how the server starts and ends `running.py`.
 """
 
 from __future__ import annotations

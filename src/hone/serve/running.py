@@ -89,7 +89,7 @@ async def _start(service: Servable, lifecycle: Lifecycle, name: str) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which closes the door before anybody could see readiness turn."""
+    """uvicorn without its signal handling, which stops listening before `/readyz` can say that the server is ending."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

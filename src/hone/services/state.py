@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from hone.errors import DataError
-from hone.observe.whole import write_whole
+from hone.runtime.files import write_whole
 from hone.runtime.replicas import State
 
 FILE, TOKEN_FILE = "services.json", "services.token"

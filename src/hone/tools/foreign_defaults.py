@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hone.config.render import flattened
 from hone.config.yaml_tree import read_yaml
 from hone.dialects.foreign import ABSENT, version_key
 from hone.dialects.translate import dialects
-from hone.dialects.values import flattened, plain_value
-from hone.observe.whole import write_whole
+from hone.dialects.values import plain_value
+from hone.runtime.files import write_whole
 
 FACTS = Path(__file__).parents[1] / "dialects" / "facts"
 Defaults = dict[str, Any]
@@ -162,13 +163,13 @@ def _verl(wheel: zipfile.ZipFile) -> Iterator[tuple[str, Defaults]]:
     node, problems = read_yaml(text or "", "verl")
     if node is None:
         raise ValueError(problems)
-    tree = dict(flattened(node.plain()))
+    tree = flattened(node.plain())
     yield "*", {key: _resolved(tree, value) for key, value in tree.items() if "???" not in str(value)}
     for program in ("fully_async", "one_step_off"):
         own, _ = read_yaml(_text(wheel, f"config/{program}_ppo_trainer.yaml") or "", program)
         if own is not None:
             keys = ("defaults", "hydra.", "rollout.")
-            yield program, {key: value for key, value in flattened(own.plain()) if not key.startswith(keys)}
+            yield program, {key: value for key, value in flattened(own.plain()).items() if not key.startswith(keys)}
 
 
 def _resolved(tree: Mapping[str, Any], value: Any, depth: int = 0) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hone.config import schema
 from hone.dialects.translate import dialects, find_row
-from hone.observe.whole import write_whole
+from hone.runtime.files import write_whole
 
 FILE = Path(schema.__file__).parent / "foreign_names.json"
 TITLES = {

@@ -35,7 +35,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hone.errors import CheckpointError
-from hone.observe.whole import make_folder, set_aside, sync
+from hone.runtime.files import make_folder, set_aside, sync
 from hone.train.optim import FRESH
 from hone.train.tensor_files import FileFacts, SavedTensors, Snapshot, write_synced
 from hone.types import Progress

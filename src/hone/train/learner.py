@@ -178,7 +178,7 @@ class Learner(Generic[M]):
         return self.held.named_master()
 
     def write_weights(self, folder: Path, dtype: torch.dtype) -> None:
-        """See `Keepable.write_weights`; for one process."""
+        """See `Checkpointable.write_weights`; for one process."""
         write_weights(folder, self.master_weights(), dtype=dtype)
 
     def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:

@@ -19,7 +19,7 @@ from hone.data.pairs import PreferencePair
 from hone.errors import DataError
 from hone.model.heads import ScalarModel, Sequences, last_token_scores
 from hone.train.learner import Learner
-from hone.train.trainer import Keepable
+from hone.train.trainer import Checkpointable
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Measured:
     """Standard deviation (unbiased) of the scores of all answers, better and worse."""
 
 
-class PairLearner(Keepable, Protocol):
+class PairLearner(Checkpointable, Protocol):
     """Trainer interface of a reward-model stage."""
 
     def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:

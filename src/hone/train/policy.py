@@ -74,7 +74,7 @@ class Accumulated:
     small_frac: float
     """Share of the step's samples with a gradient that is in the first microbatch."""
     measured: list[Tensor] = field(default_factory=list)
-    """One row per microbatch, see `algorithm.MEASURES`."""
+    """One row per microbatch, see `algo.measures.MEASURES`."""
     small_norm: float | None = None
     """Norm of the gradient after the first of several microbatches; None where it is not known."""
     balance: list[Tensor] = field(default_factory=list)

@@ -174,7 +174,7 @@ class Roles:
         return self.policy.master_weights()
 
     def write_weights(self, folder: Path, dtype: torch.dtype) -> None:
-        """See `Keepable.write_weights`."""
+        """See `Checkpointable.write_weights`."""
         self.policy.write_weights(folder, dtype)
 
     def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:

@@ -28,7 +28,7 @@ from hone.train.tensor_files import Snapshot
 from hone.types import Batch, Experts, Picture, TokenIds, Totals
 
 
-class Keepable(Protocol):
+class Checkpointable(Protocol):
     """What a stage saves of its model, and leaves at its end."""
 
     @property
@@ -57,7 +57,7 @@ class Keepable(Protocol):
         ...
 
 
-class Trainer(Keepable, Protocol):
+class Trainer(Checkpointable, Protocol):
     """Holds the policy and learns. One process or many look the same to the loop."""
 
     @property
@@ -218,7 +218,7 @@ def train_microbatch(
         balance: is given the loss that balances experts, which is added with this weight.
 
     Returns:
-        What the algorithm measured (see `algorithm.MEASURES`), on the device.
+        What the algorithm measured (see `algo.measures.MEASURES`), on the device.
     """
     logprobs_T, entropy_T, index_T = forward_samples(
         model,

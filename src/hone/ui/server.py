@@ -1,4 +1,4 @@
-"""Server of `hone ui`: pages and their data on this machine's own address, for who has the address with its token.
+"""Server of `hone ui`: pages and their data on this machine's own address, for browsers that have its token.
 
 GET /                     all runs                GET /data/runs
 GET /run?name=N           one run                 GET /data/run?name=N     GET /data/samples?name=N&stage=S&step=T

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from hone.errors import EngineError
+from hone.errors import EngineError, first_line
 from hone.runtime.processes import environment_restored
 
 Backend = Literal["gloo", "nccl"]
@@ -166,7 +166,3 @@ def on_a_thread(work: Callable[[], Any]) -> Future[Any]:
 
     threading.Thread(target=run, name="weights group", daemon=True).start()
     return done
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -225,7 +225,7 @@ class Receiver:
             if arriving.manifest is None:
                 raise EngineError("the engine did not take all of the weights.")
             return held
-        except Exception as error:  # the boundary of the engine: whatever it is, the sender must hear of it
+        except Exception as error:  # the boundary of the engine: the sender is sent every failure
             self._opener.leave()
             if isinstance(error, EngineError):
                 raise

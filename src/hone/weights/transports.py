@@ -19,7 +19,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError
 from torch._C._distributed_c10d import Store
 
-from hone.errors import EngineError
+from hone.errors import EngineError, first_line
 from hone.weights.buckets import Bucket
 from hone.weights.groups import Backend, BroadcastGroup, GroupAddress, on_a_thread, serve_store
 from hone.weights.parts import CUDA, CudaMemory
@@ -57,8 +57,7 @@ class RayPeer:
 def _reason(error: Exception) -> str:
     """Why a call of an actor failed, in a line."""
     cause = getattr(error, "cause", None) or error
-    said = str(cause).strip().splitlines()[0]
-    return said if isinstance(cause, EngineError) else f"{type(cause).__name__}: {said}"
+    return first_line(cause) if isinstance(cause, EngineError) else f"{type(cause).__name__}: {first_line(cause)}"
 
 
 def make_transport(name: TransportName, *, host: str) -> Transport:

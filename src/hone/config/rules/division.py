@@ -1,4 +1,4 @@
-"""Divisibility rules of a placement: devices among ranks and replicas, heads and samples among devices.
+"""Divisibility rules: devices among ranks and replicas, heads and samples among devices, samples among steps.
 
 Rules that need a model's shape look at `model.init` or a local config.json; a shape known by its name alone is
 `hone plan`'s.
@@ -19,21 +19,18 @@ from hone.config.topology import (
     Topology,
     judge_services,
     judge_tensor_parallel,
-    needed_roles,
+    known_topology,
     replicas_of,
     topology_of,
 )
+from hone.sizes import OWN_FAMILIES
 
 MOST_POOLS_TO_ORDER = 6
 """More pools than this are not tried in other orders."""
 
 
-RING_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""What Hone's own decoder runs, which has ring attention; must equal `model.decoder.FAMILY`, a test compares them."""
-
-
 def training_divides(config: RunConfig) -> Iterator[Breach]:
-    topology, settings = _known(config), config.cluster.trainer
+    topology, settings = known_topology(config), config.cluster.trainer
     if topology is None:
         return
     groups = {"policy": topology.trainer, "critic": topology.critic, "reference": topology.reference}
@@ -52,7 +49,7 @@ def training_divides(config: RunConfig) -> Iterator[Breach]:
 
 
 def engines_divide(config: RunConfig) -> Iterator[Breach]:
-    topology, cluster = _known(config), config.cluster
+    topology, cluster = known_topology(config), config.cluster
     if topology is None:
         return
     rollout, judge = topology.pool_of("rollout"), topology.pool_of("judge")
@@ -85,7 +82,7 @@ def heads_divide(config: RunConfig, shape: Mapping[str, Any]) -> Iterator[Breach
             f"must divide the model's {kv_heads} key-value heads or be a multiple of them (got {engines}). Nearest: "
             f"{nearest}",
         )
-    has_ring = shape.get("model_type") in RING_FAMILIES and config.model.implementation != "transformers"
+    has_ring = shape.get("model_type") in OWN_FAMILIES and config.model.implementation != "transformers"
     sequence = 1 if has_ring else cluster.trainer.sequence_parallel
     yield from trained_layers_divide(shape, cluster.trainer.tensor_parallel, sequence)
 
@@ -108,7 +105,7 @@ def trained_layers_divide(shape: Mapping[str, Any], tensor: int, sequence: int) 
 
 def replicas_stay_within_a_machine(config: RunConfig) -> Iterator[Breach]:
     """Ranks that divide layers communicate in every layer, which needs the links within one machine."""
-    topology = _known(config)
+    topology = known_topology(config)
     if topology is None or config.cluster.devices_per_node is None:
         return
     per_node = topology.devices_per_node
@@ -155,7 +152,7 @@ def _cure_across(config: RunConfig) -> str:
 
 
 def ranks_have_samples(config: RunConfig) -> Iterator[Breach]:
-    topology = _known(config)
+    topology = known_topology(config)
     if topology is None:
         return
     learners = [group for group in (topology.trainer, topology.critic) if group is not None]
@@ -180,18 +177,16 @@ def ranks_have_samples(config: RunConfig) -> Iterator[Breach]:
             )
 
 
+def optimizer_steps_divide_the_update(config: RunConfig) -> Iterator[Breach]:
+    wanted, total = config.train.samples_per_optimizer_step, samples_per_update(config)
+    what = f"prompts_per_step x group_size = {config.train.prompts_per_step} x {config.rollout.group_size} = {total}"
+    if "rl" in config.stages and wanted is not None and (line := _not_dividing(wanted, total, what)):
+        yield Breach(("train.samples_per_optimizer_step", "train.prompts_per_step", "rollout.group_size"), line)
+
+
 def judge_key(config: RunConfig) -> str:
     """The key that says how many devices a judge is divided over."""
     return next((f"services.{name}.engine.tensor_parallel_size" for name in judge_services(config)), "services")
-
-
-def _known(config: RunConfig) -> Topology | None:
-    """The topology, where the run file alone says how many devices there are."""
-    cluster = config.cluster
-    is_known = cluster.backend == "ray" and bool(cluster.pools or cluster.devices_per_node)
-    placed = {role for pool in cluster.pools.values() for role in pool.roles}
-    is_whole = not cluster.pools or needed_roles(config) <= placed
-    return topology_of(config) if is_known and is_whole else None
 
 
 def _devices_key(topology: Topology, pool: str) -> str:

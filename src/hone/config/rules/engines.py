@@ -20,12 +20,11 @@ from hone.config.engine import (
     TOKEN_VARIABLE,
     EngineSection,
 )
-from hone.config.messages import nearest
 from hone.config.rules import Breach
 from hone.config.run import RunConfig
 from hone.config.topology import judge_services, judges_pool
 from hone.devices import KINDS
-from hone.errors import ConfigError
+from hone.errors import ConfigError, nearest
 
 # ---- the policy's engines
 

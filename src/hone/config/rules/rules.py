@@ -2,42 +2,40 @@
 
 A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm and of adapters are in `algorithm.py`, of
 engines and services in `engines.py`, of the `cluster` section in `placement.py` and `division.py`; those that look at
-the world outside the run file (data files, rewards, model directories) in `files.py`. Bounds of one key are in
-`config/run.py`.
+the world outside the run file in `data.py` (data files) and `files.py` (rewards, model directories). Bounds of one key
+are in `config/run.py`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
 
 from hone.config.derived import (
+    component_name,
     has_answers,
     longest_tokens,
     run_dir,
-    samples_per_update,
     section_of,
     source_weights,
 )
 from hone.config.rewards import builtin_reward
 from hone.config.rules import Breach
 from hone.config.rules.algorithm import ALGORITHM_RULES
-from hone.config.rules.division import heads_divide
+from hone.config.rules.data import key_of, sources_of, template_columns
+from hone.config.rules.division import heads_divide, optimizer_steps_divide_the_update
 from hone.config.rules.engines import ENGINE_RULES
 from hone.config.rules.files import (
     FILE_RULES,
     PROGRAM_RULES,
     architecture_of,
     context_limit,
-    key_of,
-    sources_of,
-    template_columns,
 )
 from hone.config.rules.placement import CLUSTER_RULES
-from hone.config.run import DataSection, RewardComponent, RunConfig
+from hone.config.run import DataSection, RunConfig
 from hone.doctor.rules import NAMES
+from hone.errors import nearest
 
 Rule = Callable[[RunConfig], Iterator[Breach]]
 
@@ -237,11 +235,6 @@ def imitates_one_thing(config: RunConfig) -> Iterator[Breach]:
         yield Breach(keys, "contradicts sft.response_column: conversations or single responses. Set one to null")
 
 
-def component_name(component: RewardComponent) -> str:
-    """What metrics call a reward: its `name`, else the last part of `use`."""
-    return component.name or component.use.rpartition(":")[2].rpartition(".")[2]
-
-
 def rewards_have_distinct_names(config: RunConfig) -> Iterator[Breach]:
     names: dict[str, int] = {}
     for number, component in enumerate(config.reward.components):
@@ -264,21 +257,6 @@ def environment_is_whole(config: RunConfig) -> Iterator[Breach]:
         if environment.use is not None and component_name(component) == "environment":
             keys = (f"reward.components.{number}.name", f"reward.components.{number}.use")
             yield Breach(keys, "'environment' is the name of the environment's own reward; give this another `name`")
-
-
-def optimizer_steps_divide_the_update(config: RunConfig) -> Iterator[Breach]:
-    wanted, total = config.train.samples_per_optimizer_step, samples_per_update(config)
-    if "rl" in config.stages and wanted is not None and total % wanted:
-        legal = [n for n in range(1, total + 1) if total % n == 0]
-        below = max((n for n in legal if n < wanted), default=None)
-        above = min((n for n in legal if n > wanted), default=None)
-        near = " and ".join(str(n) for n in (below, above) if n is not None)
-        keys = ("train.samples_per_optimizer_step", "train.prompts_per_step", "rollout.group_size")
-        yield Breach(
-            keys,
-            f"must divide prompts_per_step x group_size = {config.train.prompts_per_step} x "
-            f"{config.rollout.group_size} = {total} (got {wanted}). Nearest: {near}",
-        )
 
 
 def stops_are_usable(config: RunConfig) -> Iterator[Breach]:
@@ -429,8 +407,8 @@ def run_folder_is_its_own(config: RunConfig, run_file: Path) -> Iterator[Breach]
 def alarms_are_known(config: RunConfig) -> Iterator[Breach]:
     for name in config.observe.stop_on:
         if name not in NAMES:
-            near = get_close_matches(name, NAMES, 1)
-            meant = f"Did you mean {near[0]}?" if near else f"Alarms: {', '.join(NAMES)}"
+            close = nearest(name, NAMES, cutoff=60)
+            meant = f"Did you mean {close}?" if close else f"Alarms: {', '.join(NAMES)}"
             yield Breach(("observe.stop_on",), f"has {name!r}, which is no alarm. {meant}")
 
 

@@ -8,7 +8,7 @@ from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun, defaults_of, known_versions, newest_with, version_key
 from hone.dialects.rows import automatic, by, each, missing, placement, rewritten, table, to, when, where
 from hone.dialects.shared import LOGGING, MEMORY, RESUME
-from hone.dialects.trl import rules
+from hone.dialects.trl import inputs, rules
 from hone.dialects.trl.rules import OPTIMIZER
 from hone.dialects.values import number, pair, positive, text, truth, whole
 from hone.dialects.verdict import Dialect, Row, nothing, put, unknown
@@ -34,7 +34,7 @@ MODEL: dict[str, Row] = {
         ),
     ),
     "attn_implementation": automatic("attention is Hone's own"),
-    "model_init_kwargs": rules.MODEL_ARGUMENTS,
+    "model_init_kwargs": inputs.MODEL_ARGUMENTS,
     "cast_lm_head_to_fp32": automatic("logits are float32"),
     "disable_dropout": automatic("models train without dropout"),
     "router_aux_loss_coef": missing(shared.NO_AUX_LOSS, "algorithm.load_balancing_coef"),
@@ -58,8 +58,8 @@ MODEL: dict[str, Row] = {
 }
 
 DATA: dict[str, Row] = {
-    **each("dataset_name train_dataset", rules.dataset("data.train", "data.train_split")),
-    "eval_dataset": rules.dataset("data.eval", "data.eval_split"),
+    **each("dataset_name train_dataset", inputs.dataset("data.train", "data.train_split")),
+    "eval_dataset": inputs.dataset("data.eval", "data.eval_split"),
     "dataset_config": automatic("part of dataset_name"),
     "dataset_train_split": to("data.train_split", text),
     "dataset_test_split": automatic("part of eval_strategy"),
@@ -67,7 +67,7 @@ DATA: dict[str, Row] = {
     "dataset_mixture": rewritten("a mixture of the script's own: name its data sets in data.train", "data.train"),
     "system_prompt": to("data.system", text),
     "dataset_streaming": automatic("rows are read as they are needed"),
-    "datasets": by(rules.mixture, "data.train", "data.train_split", note="rows of all"),
+    "datasets": by(inputs.mixture, "data.train", "data.train_split", note="rows of all"),
     "shuffle_dataset": shared.shuffled(),
     "max_prompt_length": to("data.max_prompt_tokens", whole),
     "chat_template_kwargs": to(
@@ -165,7 +165,7 @@ ALGORITHM: dict[str, Row] = {
 }
 
 REWARDS: dict[str, Row] = {
-    "reward_funcs": by(rules.rewards, "reward.components"),
+    "reward_funcs": by(inputs.rewards, "reward.components"),
     "reward_model_name_or_path": to(
         "reward.components", lambda value: [{"use": "reward_model", "args": {"path": str(value)}}]
     ),

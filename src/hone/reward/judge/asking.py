@@ -114,7 +114,7 @@ def seed_of(*words: object) -> int:
 
 
 class Remembered:
-    """Answers by question, the oldest forgotten first; who asks while the same is being asked waits for that."""
+    """Answers by question, the oldest forgotten first; a call for a question in flight waits for its answer."""
 
     def __init__(self, items: int) -> None:
         self._items = items

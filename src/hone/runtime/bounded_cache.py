@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 Value = TypeVar("Value")
 
 
-class Kept(Generic[Value]):
+class BoundedCache(Generic[Value]):
     """Values by key, the ones used last. Safe to use from several threads.
 
     Args:
@@ -23,9 +23,9 @@ class Kept(Generic[Value]):
         self._size_of, self._lock = size_of, Lock()
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
-    def __deepcopy__(self, memo: object) -> Kept[Value]:
+    def __deepcopy__(self, memo: object) -> BoundedCache[Value]:
         """A copy of what has a cache begins with an empty one."""
-        return Kept(self.most_bytes, self._size_of)
+        return BoundedCache(self.most_bytes, self._size_of)
 
     def get(self, key: Hashable) -> Value | None:
         with self._lock:

@@ -1,4 +1,5 @@
-"""Atomic, durable file writes: files and folders survive kills and power cuts.
+"""Atomic, durable file writes: files and folders survive kills and power cuts. And the folder of what Hone keeps for a
+user from run to run.
 
 A kill at any moment leaves the old file or the new one, never a part. So does a power cut, because the new one is
 synced before it takes the name; a rename alone may reach the disk before the bytes do.
@@ -20,9 +21,13 @@ SET_ASIDE = "set-aside"
 """Folder for damaged files of a run."""
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file, or make it, in one step. Raises OSError, which names it; the old one is untouched then."""
-    aside = path.with_name(path.name + ASIDE)
+def write_whole(path: Path, text: str, *, suffix: str = ASIDE) -> None:
+    """Replace a file, or make it, in one step. Raises OSError, which names it; the old one is untouched then.
+
+    Args:
+        suffix: of the temporary file beside it.
+    """
+    aside = path.with_name(path.name + suffix)
     try:
         with aside.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -33,6 +38,18 @@ def write_whole(path: Path, text: str) -> None:
         raise
     aside.replace(path)
     sync(path.parent)
+
+
+def state_folder() -> Path:
+    """$XDG_STATE_HOME/hone, else ~/.local/state/hone. It may not exist yet."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "hone"
+
+
+def write_user_state(path: Path, text: str) -> None:
+    """Replace a file under `state_folder`; of several processes at once the last one stays. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text, suffix=f".{os.getpid()}{ASIDE}")
 
 
 def sync(path: Path) -> None:

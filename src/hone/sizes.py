@@ -1,0 +1,36 @@
+"""Sizes that both the code which allocates and the memory plan read, so that the two cannot differ. Imports nothing
+heavy: `hone plan` runs without torch.
+
+Room of the KV cache is in `plan/kv_cache.py`, which the embedded engine asks too.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that Hone's own decoder runs; its attention can be a ring over ranks."""
+QUERY_ROWS = 256
+"""Longer sequences are cut into tiles of so many queries, so that a tile of attention sees only the keys before its
+end."""
+BLOCK_SCORES = 1 << 19
+"""Most scores per head in a block of attention, before its sizes are rounded up: 64 MiB in float32 with 32 heads."""
+FLASH_WIDTH = 256
+"""Widest head that flash attention computes."""
+PATCHES_PER_PASS = 4096
+"""Patches that a vision tower computes together, one picture at least; memory, never the result."""
+KEPT_FEATURES_BYTES = 1 << 28
+"""Features of a frozen vision tower that are kept, those used last."""
+KEPT_PIXELS_BYTES = 1 << 27
+"""Pixels that a process keeps, those used last, as the model sees them."""
+ONE_BYTE_EXPERTS = 128
+"""Most experts of a layer whose numbers are recorded in a byte, which has -1 for none."""
+CHARACTER_SPECIALS = ("<pad>", "<eos>")
+"""Tokens that a tokenizer of `model.characters` has in front of the characters."""
+
+
+@lru_cache(maxsize=1024)  # asked for each sample that is admitted
+def round_size(size: int) -> int:
+    """The next size of few: at most 12 % and 63 above, and exact up to 15."""
+    step = min(64, 1 << max(size.bit_length() - 4, 0))
+    return -(-size // step) * step
