@@ -14,7 +14,7 @@ import pytest
 from service_run import write_run
 from watching import listens, toy, wait_for
 
-import hone.assemble.stages
+import hone.assemble.stage_runs
 from hone.cli.main import main
 from hone.services.state import read_state
 
@@ -123,7 +123,7 @@ def test_a_trainer_that_crashes_ends_its_services(tmp_path, monkeypatch, capsys)
     async def crash(run):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(hone.assemble.stages, "train_policy", crash)
+    monkeypatch.setattr(hone.assemble.stage_runs, "train_policy", crash)
     service = f"command: {json.dumps(toy('--children'))}"
     assert main(["train", str(write_run(tmp_path, service=service, reward="{use: exact}"))]) == 1
     state = read_state(tmp_path / "run").services[0]

@@ -11,7 +11,7 @@ from hone.config.run import RunConfig
 from hone.errors import DataError
 from hone.model.load import save_hf
 from hone.run.check import CheckReport, check_class
-from hone.run.trial import refused_by_names
+from hone.run.refusals import refused_by_names
 
 REFUSED = "model.path: {folder}: .* weights have other names or shapes than those that the trainer publishes: model.lay"
 
@@ -67,7 +67,7 @@ def test_keys_of_a_model_that_no_class_takes_are_a_problem(tmp_path, model):
 
 
 def test_a_model_of_the_hub_that_cannot_be_had_now_is_not_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr("hone.run.trial.can_resolve", lambda _: False)
+    monkeypatch.setattr("hone.run.refusals.can_resolve", lambda _: False)
     report = CheckReport()
     config = RunConfig.model_validate({"model": {"path": "owner/none-here"}, "data": {"train": "d"}})
     asyncio.run(check_class(config, tmp_path, None, report))

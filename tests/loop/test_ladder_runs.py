@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tiny import RUN, metrics_of, write_run
 
 import hone.assemble.models
+import hone.assemble.stage_runs
 import hone.assemble.stages
 from hone import assemble
 from hone.config.load import load_config
@@ -43,7 +44,7 @@ SITES = {
     "forward and backward": (policy, "train_microbatch", "update", "sft"),
     "optimizer step": (FlatAdamW, "step", "optimizer", "sft"),
     "checkpoint": (Checkpoints, "save", "checkpoint", "sft"),
-    "export": (hone.assemble.stages, "hf_folder", "checkpoint", "sft"),
+    "export": (hone.assemble.stage_runs, "hf_folder", "checkpoint", "sft"),
 }
 
 

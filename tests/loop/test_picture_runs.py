@@ -15,7 +15,7 @@ from hone.cli.main import main
 from hone.config.load import load_config
 from hone.errors import HoneError
 from hone.model.load import init_config
-from hone.run.trial import refused_by_run
+from hone.run.refusals import refused_by_run
 
 
 def test_check_shows_pictures_and_refuses_what_cannot_have_them(tmp_path):

@@ -15,7 +15,7 @@ from hone.config.load import load_config
 from hone.data.chat import load_tokenizer
 from hone.data.sources import SourceRow, read_rows
 from hone.model.load import init_config
-from hone.run.trial import refused_by_tokenizer
+from hone.run.refusals import refused_by_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pictures"
 RUN_FILE = str(EXAMPLE / "run.yaml")

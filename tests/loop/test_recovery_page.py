@@ -3,11 +3,13 @@
 import ast
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from hone.observe.events import KINDS
 from hone.run.audit import RULES
+from hone.runtime.replicas import State
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs" / "recovery.md").read_text("utf-8")
@@ -27,3 +29,8 @@ def test_every_event_has_its_row():
 
 def test_every_rule_has_its_row():
     assert all(f"| `{rule}` |" in PAGE for rule in RULES)
+
+
+def test_the_picture_has_every_state_of_a_replica():
+    picture = PAGE.partition("## States of a replica")[2].split("```")[1]
+    assert {*get_args(State)} <= set(re.findall(r"[a-z]+", picture))

@@ -110,7 +110,7 @@ def test_a_run_that_dies_goes_on_bit_for_bit(trained, tmp_path, monkeypatch, die
 def test_death_between_the_last_step_and_the_export_loses_nothing(trained, tmp_path, monkeypatch):
     run_file = write_run(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("hone.assemble.stages.hf_folder", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("hone.assemble.stage_runs.hf_folder", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assemble.train(load_config(run_file))
     assert main(["train", str(run_file), "--resume"]) == 0
     assert weights_of(tmp_path) == weights_of(trained)

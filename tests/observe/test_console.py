@@ -7,19 +7,8 @@ from rich.console import Console
 from rich.text import Text
 
 from hone.observe import console
-from hone.observe.console import (
-    LiveView,
-    PlainView,
-    QuietView,
-    State,
-    bars,
-    duration,
-    engine_memory,
-    number,
-    open_view,
-    plain_line,
-    render,
-)
+from hone.observe.console import LiveView, PlainView, QuietView, open_view
+from hone.observe.console_figures import State, bars, duration, engine_memory, number, plain_line, render
 
 STEP = {
     "rollout/reward_mean": 0.4123,

@@ -19,7 +19,7 @@ from hone.model.heads import ScalarModel
 from hone.model.load import init_model, load_model
 from hone.model.lora import AdapterOff, add_adapter
 from hone.train.critic import Critic
-from hone.train.fsdp import FsdpRanks
+from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.learner import Passes
 from hone.train.mesh import make_mesh
 from hone.train.policy import PolicyTrainer

@@ -17,7 +17,8 @@ from hone.algo.algorithm import Algorithm
 from hone.config.algorithm import AlgorithmSection
 from hone.config.run import OptimizerSection
 from hone.model.recompute import Checkpointing
-from hone.train.fsdp import FsdpRanks, ShardedWeights
+from hone.train.fsdp import ShardedWeights
+from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.learner import Passes
 from hone.train.mesh import make_mesh
 from hone.train.policy import PolicyTrainer

@@ -14,7 +14,7 @@ from torch import Tensor
 from hone.config.run import OptimizerSection
 from hone.data.pairs import PreferencePair
 from hone.model.heads import ScalarModel
-from hone.train.fsdp import FsdpRanks
+from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.mesh import make_mesh
 from hone.train.pairs import Measured, PairTrainer
 from hone.train.ranks import ALONE

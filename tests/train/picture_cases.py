@@ -16,7 +16,7 @@ from hone.data.pack import collate
 from hone.model.lora import add_adapter
 from hone.model.recompute import Checkpointing
 from hone.sizes import PATCHES_PER_PASS
-from hone.train.fsdp import FsdpRanks
+from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.learner import Passes
 from hone.train.mesh import make_mesh
 from hone.train.policy import PolicyTrainer

@@ -16,7 +16,8 @@ from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff, add_adapter
 from hone.model.recompute import Checkpointing
 from hone.train.critic import Critic
-from hone.train.fsdp import FsdpRanks, ShardedWeights
+from hone.train.fsdp import ShardedWeights
+from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.learner import Learner, Passes
 from hone.train.mesh import make_mesh
 from hone.train.policy import PolicyTrainer

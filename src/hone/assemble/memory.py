@@ -36,7 +36,7 @@ from hone.rollout.local import LocalEngine
 from hone.run.folder import RunFolder
 from hone.runtime.files import write_whole
 from hone.train.agreement import SharedLadder
-from hone.train.fsdp import FsdpRanks
+from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.learner import Passes
 from hone.train.pairs import PairTrainer
 from hone.train.ranks import Ranks

@@ -29,7 +29,7 @@ from hone.model.hf import has_tower
 from hone.model.load import init_model, link_with_config, load_model, model_folder, read_config, save_hf
 from hone.model.lora import AdapterOff, add_adapter
 from hone.run.folder import RunFolder
-from hone.run.trial import refused_by_names
+from hone.run.refusals import refused_by_names
 from hone.train.checkpoint import SavedCheckpoint
 from hone.train.critic import Critic
 from hone.train.learner import Passes

@@ -28,7 +28,7 @@ from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
 from hone.rollout.engine import Engine
 from hone.run.folder import RunFolder
-from hone.train.fsdp import FsdpRanks
+from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.mesh import make_mesh, process_group
 from hone.train.pairs import PairTrainer
 from hone.train.ranks import ALONE, Ranks

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hone.cli.arguments import AsJson, examples
-from hone.observe.console import duration, number
+from hone.observe.console_figures import duration, number
 
 if TYPE_CHECKING:
     from hone.run.comparison import RunComparison

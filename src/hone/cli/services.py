@@ -12,7 +12,7 @@ import typer
 from hone.cli.arguments import AsJson, Overrides, RunFile, examples
 from hone.config.load import load_services
 from hone.errors import DataError
-from hone.observe.console import HEADLINE, duration, number
+from hone.observe.console_figures import HEADLINE, duration, number
 from hone.run.folder import RunFolder
 
 if TYPE_CHECKING:

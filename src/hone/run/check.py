@@ -33,8 +33,9 @@ from hone.reward.http import Address
 from hone.reward.rewards import Rewards
 from hone.rollout.env_pool import EnvironmentPool
 from hone.run.check_rewards import MOST_TRIED, check_rewards
+from hone.run.refusals import refused_by_names, refused_by_tokenizer, starting_architecture
 from hone.run.report import CheckReport
-from hone.run.trial import refused_by_names, refused_by_tokenizer, starting_architecture, try_model
+from hone.run.trial import try_model
 from hone.services.gpus import assumed_devices, settled_on, split_devices, topology_on
 from hone.services.launch import engine_note, plan_launches
 from hone.services.process import holder, is_free

@@ -4,21 +4,19 @@ Every rank gets the same whole batch and takes its own share of the samples, bal
 that is gathered while it computes; everything outside the layers (embedding, final norm, output layer, head) is one
 more, gathered through the loss, for `output_weight` is used after the model's own forward pass. Each rank keeps its
 shard of master weights (at least float32), gradients and moments. Gradients are summed over ranks, not averaged:
-losses are divided by the counts of the whole optimizer step already. Measurements are exchanged, so that each rank
-returns what a single process would: whole columns, and the same metrics.
+losses are divided by the counts of the whole optimizer step already.
 
-Not here: which weight is which part of a parameter (`weight_map.py`), and files (`checkpoint.py`).
+Not here: what a trainer asks of ranks (`fsdp_ranks.py`), which weight is which part of a parameter (`weight_map.py`),
+and files (`checkpoint.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,22 +32,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from hone.config.run import OptimizerSection
-from hone.data.pack import Indices, Shape, divide_over_ranks
 from hone.devices import is_accelerator
-from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.model.heads import ScalarModel
 from hone.model.hf import TransformersModel
-from hone.model.lora import AdapterOff
 from hone.model.parallel import divide_layers, divide_tokens
 from hone.model.vision import Vision
 from hone.train.agreement import REPLICAS, CountedComm
-from hone.train.mesh import DATA, Mesh
+from hone.train.mesh import Mesh
 from hone.train.optim import FRESH, MASTER, MOMENTS, AdamW, refuse_other_weights, trained_weights
-from hone.train.ranks import Ranks
 from hone.train.tensor_files import Share, box_of
-from hone.train.weight_map import WeightMap, WeightPart, fill, sharded_parameters, share_of, shares_of
+from hone.train.weight_map import WeightMap, WeightPart, fill, sharded_parameters, share_of
 
 T = TypeVar("T")
 
@@ -105,21 +99,6 @@ def _largest(number: int, *, mesh: Mesh) -> int:
     found = torch.tensor(number, device=mesh.device)
     mesh.collectives.run(lambda: dist.all_reduce(found, op=dist.ReduceOp.MAX))
     return int(found)
-
-
-def compile_layers(model: CausalModel | ScalarModel) -> None:
-    """Lets layers of Transformers' classes be compiled when they first compute, each kind of layer once.
-
-    Raises DataError for Hone's own decoder.
-    """
-    body = model.body if isinstance(model, ScalarModel) else model
-    if isinstance(body, Decoder):
-        raise DataError(
-            f"cluster.trainer.compile = true: {body.hf_config.model_type} runs in Hone's own decoder, where "
-            "run.fused_kernels compiles what is not a matrix product or attention. Set cluster.trainer.compile=false."
-        )
-    for layer in layers_of(body):
-        layer.compile(dynamic=True)
 
 
 def layers_of(model: CausalModel | ScalarModel) -> list[nn.Module]:
@@ -374,99 +353,3 @@ def _copies(parameter: DTensor) -> int:
     """How many ranks have each number of a parameter, also ones that it knows nothing of."""
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     return dist.get_world_size() // math.prod(size for placement, size in sizes if not placement.is_replicate())
-
-
-def _forget_pictures(model: CausalModel) -> None:
-    if (vision := vision_of(model)) is not None:
-        vision.forget()
-
-
-class FsdpRanks(Ranks):
-    """The ranks of a mesh.
-
-    Args:
-        offload: what waits in host memory while it is not used: `parameters` (master weights with their gradients and
-            moments, and the optimizer works there), `optimizer` (moments, which visit the device), `reference`.
-        compile: whether layers are compiled, in the first passes.
-    """
-
-    def __init__(self, mesh: Mesh, *, offload: Sequence[str] = (), compile: bool = False) -> None:
-        self.mesh = mesh
-        self._compile = compile
-        self._offload = frozenset(offload)
-        self._data = mesh.samples[DATA].get_group()
-        self._places: WeakKeyDictionary[nn.Module, Mapping[str, WeightPart]] = WeakKeyDictionary()
-
-    def reset(self) -> None:
-        """Bring all models back to before a pass that failed on this rank."""
-        for root in cast(Iterable[Any], self._places):
-            if root._get_fsdp_state()._is_root is not None:  # else no pass has begun
-                root.reset_iter_state()
-
-    def optimizer(
-        self, model: CausalModel | ScalarModel, dtype: torch.dtype, *, settings: OptimizerSection, total_steps: int
-    ) -> ShardedAdamW:
-        if self._compile:
-            compile_layers(model)
-        weights = ShardedWeights(model, self.mesh, dtype, on_host="parameters" in self._offload)
-        self._places[model] = weights.places
-        return ShardedAdamW(weights, settings, total_steps=total_steps, visiting="optimizer" in self._offload)
-
-    def freeze(self, model: CausalModel, dtype: torch.dtype) -> None:
-        if not list(model.requires_grad_(False).parameters()):
-            return  # the base model of the policy, which is sharded already
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-        if self._compile:
-            compile_layers(model)
-        divide(model, self.mesh)
-        self._places[model] = WeightMap(model).weights
-        on_host = "reference" in self._offload
-        shard(model, self.mesh, dtype, on_host=on_host)
-        fill(model, self._places[model], self.mesh, on_host=on_host)
-
-    @contextmanager
-    def computing(self, model: CausalModel | ScalarModel) -> Iterator[None]:
-        yield
-        root: Any = model.policy if isinstance(model, AdapterOff) else model
-        root.reshard()
-
-    def tensors(self, model: CausalModel) -> dict[str, Tensor | Share]:
-        return dict(shares_of(model, self._places[model], self.mesh))
-
-    def load(self, model: CausalModel, tensors: Mapping[str, Tensor | Share]) -> None:
-        for name, share in shares_of(model, self._places[model], self.mesh):
-            share.tensor.copy_(box_of(tensors, name, share.offset, share.tensor.shape))
-        _forget_pictures(model)
-
-    @torch.no_grad()
-    def take(self, model: CausalModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-        shares = dict(shares_of(model, self._places[model], self.mesh))
-        for name, whole in weights:
-            if name in shares:  # not a buffer, which no rank divides and no training changes
-                share = shares[name]
-                share.tensor.copy_(box_of({name: whole}, name, share.offset, share.tensor.shape))
-        _forget_pictures(model)
-
-    def device(self, model: CausalModel) -> torch.device:
-        return self.mesh.device
-
-    def microbatches(
-        self, shape: Shape, samples: Indices, tokens_per_microbatch: int, *, whole_groups: bool = False
-    ) -> list[Indices]:
-        ranks = self.mesh.data_parallel
-        shares = divide_over_ranks(shape, samples, ranks, tokens_per_microbatch, whole_groups=whole_groups)
-        own = shares[self.mesh.data_index]
-        return [part[:0] for part in own] if self.mesh.collectives.is_standing_in else own
-
-    def column(self, value_T: Tensor) -> Tensor:
-        self.mesh.collectives.run(lambda: dist.all_reduce(value_T, group=self._data))
-        return value_T
-
-    def rows(self, measured: Sequence[Tensor]) -> list[list[float]]:
-        if not measured:
-            return []
-        own = torch.stack(list(measured))
-        every = [torch.empty_like(own) for _ in range(self.mesh.data_parallel)]
-        dist.all_gather(every, own, group=self._data)
-        return torch.cat(every).tolist()

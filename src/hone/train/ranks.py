@@ -2,7 +2,7 @@
 
 Learners (`policy.py`, `critic.py`, `pairs.py`) are written once. What they ask here is where weights live, which
 samples are theirs, and how what each rank found becomes what all found. `Alone` is this process alone;
-`fsdp.py` has the ranks of a process group.
+`fsdp_ranks.py` has the ranks of a process group.
 """
 
 from __future__ import annotations

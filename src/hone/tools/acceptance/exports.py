@@ -16,7 +16,7 @@ from hone.memory.gauges import GIB
 from hone.model.load import init_model
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import NO_ACCELERATOR, TINY, PartSetting, among_ranks, make_trainer, shape_of
-from hone.train.fsdp import FsdpRanks
+from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.mesh import make_mesh
 from hone.train.ranks import ALONE, Ranks
 

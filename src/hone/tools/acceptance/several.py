@@ -24,7 +24,7 @@ from hone.tools.acceptance.setting import (
     random_batch,
     shape_of,
 )
-from hone.train.fsdp import FsdpRanks
+from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.mesh import make_mesh
 from hone.train.ranks import ALONE, Ranks
 from hone.types import Batch
