@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 
 from hone.cli.main import main as hone
 from hone.plan.efficiency import MeasuredRates, efficiency_path, known_rates, remember_rates, with_measured
@@ -153,6 +154,32 @@ def test_tiny_trainers_and_engines_meet_what_a_cpu_can():
 def test_a_tiny_run_is_killed_and_ends_as_without_it():
     found = tiny_figures("run")
     assert found["run", "resumed_steps"] == 6 and found["run", "resumed_same"] == 1
+    assert found["run", "trained_frac"] > 0.9, "weights that never moved would be the same too"
+
+
+@pytest.mark.slow("a run, and a plan of it")
+@pytest.mark.timeout(300)
+def test_a_tiny_first_run_is_set_beside_its_plan():
+    found = tiny_figures("gsm8k")
+    assert found["gsm8k", "example_steps"] == 3 and found["gsm8k", "trained_frac"] > 0.9
+    assert found["gsm8k", "step_over_plan"] > 0
+
+
+def test_the_first_run_has_the_example_s_sizes():
+    from hone.tools.acceptance.first_run import EXAMPLE
+
+    example = YAML(typ="safe").load(Path(GSM8K))
+    for section, keys in EXAMPLE.items():
+        assert {name: example[section][name] for name in keys} == keys
+    assert set(example["rollout"]) == set(EXAMPLE["rollout"]) and set(example["train"]) == set(EXAMPLE["train"])
+
+
+@pytest.mark.slow("compiles layers")
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # Dynamo's own
+def test_tiny_classes_meet_what_a_cpu_can():
+    found = tiny_figures("classes")
+    assert found["classes", "class_logprob_error"] < 1e-4 and found["classes", "class_compiled_difference"] < 1e-4
 
 
 @pytest.mark.slow("starts Ray, and processes of ranks")

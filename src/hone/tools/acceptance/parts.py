@@ -14,10 +14,12 @@ from hone.assemble.job import set_up_arithmetic
 from hone.config.run import RunSection
 from hone.tools.acceptance.arithmetic import attention, deterministic, devices
 from hone.tools.acceptance.baseline import transformers
+from hone.tools.acceptance.classes import classes
 from hone.tools.acceptance.decoding import decoding
 from hone.tools.acceptance.engines import engines
 from hone.tools.acceptance.exports import export
 from hone.tools.acceptance.figures import Figure
+from hone.tools.acceptance.first_run import gsm8k
 from hone.tools.acceptance.kernels import kernels
 from hone.tools.acceptance.modes import modes
 from hone.tools.acceptance.numbers import numbers
@@ -40,10 +42,12 @@ PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "trainer-4b": trainer_part("4b"),
     "modes": modes,
     "transformers": transformers,
+    "classes": classes,
     "decoding": decoding,
     "engines": engines,
     "export": export,
     "publishing": publishing,
+    "gsm8k": gsm8k,
     "run": run,
     "cluster": cluster,
     "several": several,

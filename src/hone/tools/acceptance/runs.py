@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +22,11 @@ from hone.tools.acceptance.setting import NO_ACCELERATOR, RUN_TIMEOUT_S, TINY, P
 
 STEPS = 6
 TRAIN = (sys.executable, "-m", "hone.cli.main", "train", "run.yaml")
+SCATTERED = {"components": [{"use": "rewards.py:scattered"}]}
+REWARDS = '''def scattered(group):
+    """Another score for nearly every text, so that nearly every sample has a gradient."""
+    return [sum(map(ord, sample.text)) % 97 / 96 for sample in group.samples]
+'''
 
 
 def run(setting: PartSetting) -> Iterator[Figure]:
@@ -50,6 +55,7 @@ def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case:
         folder = Path(name)
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
         (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_rewards(folder)
         (folder / "run.yaml").write_text(json.dumps(run_file(setting, shape, section, is_compared=part == "run")))
         code, log = train(folder, kill_after=STEPS // 2)
         lines = metrics_of(folder)
@@ -62,23 +68,39 @@ def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case:
         else:
             yield Figure(part, "engines_first", float(is_in_order(folder / "out" / "events.jsonl")), case)
         yield Figure(part, "exported", float((folder / "out/hf/config.json").is_file()), case)
-        gaps = [line["gate/logprob_gap"] for line in lines if "gate/logprob_gap" in line]
-        yield Figure(part, "gate_gap", gaps[0] if gaps else float("inf"), case)
-        publish = [line["time/publish_s"] for line in lines if "time/publish_s" in line]
-        steps = [line["time/step_s"] for line in lines if "time/step_s" in line]
-        means = [line["rollout/response_tokens_mean"] for line in lines if "rollout/response_tokens_mean" in line]
-        if publish:
-            yield Figure(part, "publish_s", sorted(publish)[len(publish) // 2], case)
-        if steps:
-            yield Figure(part, "step_s", sorted(steps)[len(steps) // 2], case)
-        if steps and means:
-            tokens = 8 * (4 if setting.tiny else 32) * sum(means) / len(means)
-            yield Figure(part, "step_tokens_per_s", tokens / sorted(steps)[len(steps) // 2], case)
+        yield from figures_of_steps(part, case, lines, 8 * (4 if setting.tiny else 32))
         if setting.is_gpu and section["backend"] == "local":
-            _, rows_found = comparison(folder / "out")
-            ratios = {row.phase: row.measured_bytes / row.expected.bytes for row in rows_found if row.expected}
-            worst = max(ratios, key=lambda phase: ratios[phase])
-            yield Figure(part, "memory_over_plan", ratios[worst], case, worst)
+            yield from memory_over_plan(part, folder, case)
+
+
+def write_rewards(folder: Path) -> None:
+    """What `SCATTERED` names."""
+    (folder / "rewards.py").write_text(REWARDS)
+
+
+def figures_of_steps(part: str, case: str, lines: Sequence[Mapping[str, Any]], samples: int) -> Iterator[Figure]:
+    """Of a run's metrics: the gate, whether there was something to learn, and the time of its steps."""
+
+    def all_of(name: str) -> list[float]:
+        return [line[name] for line in lines if name in line]
+
+    gaps, steps, publish = map(all_of, ("gate/logprob_gap", "time/step_s", "time/publish_s"))
+    yield Figure(part, "gate_gap", gaps[0] if gaps else float("inf"), case)
+    yield Figure(part, "trained_frac", min(all_of("train/samples_trained_frac"), default=0.0), case)
+    if publish:
+        yield Figure(part, "publish_s", sorted(publish)[len(publish) // 2], case)
+    if steps and (means := all_of("rollout/response_tokens_mean")):
+        median_s = sorted(steps)[len(steps) // 2]
+        yield Figure(part, "step_s", median_s, case)
+        yield Figure(part, "step_tokens_per_s", samples * sum(means) / len(means) / median_s, case)
+
+
+def memory_over_plan(part: str, folder: Path, case: str) -> Iterator[Figure]:
+    """Of a run in one process: its worst phase."""
+    _, found = comparison(folder / "out")
+    ratios = {row.phase: row.measured_bytes / row.expected.bytes for row in found if row.expected}
+    worst = max(ratios, key=lambda phase: ratios[phase])
+    yield Figure(part, "memory_over_plan", ratios[worst], case, worst)
 
 
 def digest(run_dir: Path) -> str:
@@ -129,7 +151,7 @@ def run_file(
         },
         "model": {"init": dict(shape), "characters": "0123456789+= "},
         "data": {"train": "rows.jsonl", "answer_column": "answer", "max_prompt_tokens": 16},
-        "reward": {"components": [{"use": "exact"}]},
+        "reward": SCATTERED,
         "rollout": {"group_size": 8, "max_response_tokens": 8 if setting.tiny else 512},
         "train": {"prompts_per_step": 4 if setting.tiny else 32, "optimizer": {"lr": 1e-6}},
         "checkpoint": {"every": 1},
@@ -153,8 +175,13 @@ def train(folder: Path, *, kill_after: int) -> tuple[int, str]:
         if code == -signal.SIGKILL:
             left = max(deadline - time.monotonic(), 1)
             code = subprocess.run([*TRAIN, "--resume"], cwd=folder, stdout=log, stderr=log, timeout=left).returncode
+    return code, last_line(folder) if code else ""
+
+
+def last_line(folder: Path) -> str:
+    """Of a run's log."""
     said = (folder / "log").read_text("utf-8", "replace").strip().splitlines()
-    return code, said[-1][:200] if code and said else ""
+    return said[-1][:200] if said else ""
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
