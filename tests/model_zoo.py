@@ -26,7 +26,7 @@ DELTA_RULE = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
 }
-MAMBA_2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+MAMBA_2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
 LATENT = {
     "kv_lora_rank": 16,
     "q_lora_rank": 16,
@@ -70,7 +70,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {**SIZES, **MIXED},
     "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"]},
     "mamba": NO_HEADS,
-    "mamba2": {**NO_HEADS, "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8},
+    "mamba2": {**NO_HEADS, "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "chunk_size": 8},
     "falcon_h1": {**SIZES, **MAMBA_2, "mamba_d_ssm": 64},
     "bamba": {**SIZES, **MAMBA_2, "attn_layer_indices": [1]},
     "granitemoehybrid": {**SIZES, **EXPERTS, **MAMBA_2, "layer_types": ["mamba", "attention"]},
@@ -82,6 +82,7 @@ TEXT: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 16,
         "n_groups": 2,
         "ssm_state_size": 8,
+        "chunk_size": 8,
         "time_step_limit": [0.0, float("inf")],
     },
     "recurrent_gemma": {**SIZES, "num_hidden_layers": 3, "lru_width": 32},
