@@ -24,7 +24,7 @@ from hone.tools.acceptance.setting import (
     timed,
     update,
 )
-from hone.train.fsdp import compile_layers
+from hone.train.fsdp_ranks import compile_layers
 from hone.types import Batch
 
 EXPERTS = {"num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 4}
