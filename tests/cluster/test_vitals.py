@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 def vitals_of(rss_bytes, cache=None):
-    return Vitals(pid=1, host="h", rss_bytes=rss_bytes, peak_rss_bytes=rss_bytes, cuda_peak_bytes=0, cache=cache)
+    return Vitals(pid=1, host="h", rss_bytes=rss_bytes, cuda_peak_bytes=0, cache=cache)
 
 
 class Process:

@@ -12,7 +12,7 @@ CHARACTERS = "0123456789+-*/= é\n{}<"
 
 def test_characters_are_numbered_after_pad_and_eos(digits):
     assert digits.encode_prompts(["48/2="], rendered=False) == [[6, 10, 15, 4, 16]]
-    assert digits.encode_response("24") == [4, 6, 1]
+    assert digits.encode_responses(["24"])[0] == [4, 6, 1]
     assert (digits.pad_id, digits.eos_id, digits.eos_ids, digits.vocab_size) == (0, 1, (1,), 17)
 
 
@@ -29,11 +29,11 @@ def test_a_character_tokenizer_saves_and_loads_as_any_other(tmp_path):
     built.hf.save_pretrained(tmp_path)
     loaded = load_tokenizer(ModelSection(path=str(tmp_path)), tmp_path)
     text = "1 + 1 = 2\n"
-    assert loaded.encode_response(text) == built.encode_response(text)
-    assert loaded.decode(loaded.encode_response(text)) == text
-    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == built.encode_response(text)[:-1]
+    assert loaded.encode_responses([text])[0] == built.encode_responses([text])[0]
+    assert loaded.decode(loaded.encode_responses([text])[0]) == text
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == built.encode_responses([text])[0][:-1]
     with pytest.raises(UnknownCharacter):
-        loaded.encode_response("x")
+        loaded.encode_responses(["x"])[0]
 
 
 def test_an_unknown_character_is_named(digits):
@@ -57,7 +57,7 @@ def test_a_plain_prompt_gets_the_tokenizers_start_but_not_its_end(model_director
 
 def test_a_response_gets_an_end_and_no_start(model_directory):
     tokenizer = load_tokenizer(ModelSection(path="model"), model_directory.parent)
-    ids = tokenizer.encode_response("four")
+    ids = tokenizer.encode_responses(["four"])[0]
     assert ids[0] != 0
     assert ids[-1] == tokenizer.eos_id
 

@@ -64,7 +64,7 @@ def test_phases_add_up_unless_they_overlap(configured):
 
 def test_cost_is_devices_times_hours(configured):
     time = plan(configured(*RAY), EIGHT).time
-    assert time.cost(2.0, 8) == pytest.approx(2.0 * 8 * 1000 * time.step_s / 3600)
+    assert time.cost_of_1000_steps(2.0, 8) == pytest.approx(2.0 * 8 * 1000 * time.step_s / 3600)
 
 
 def test_a_judge_takes_time_and_memory(configured):

@@ -109,7 +109,7 @@ def test_the_tokenizer_is_what_the_script_makes_and_spells_every_poster_shortly(
     assert [shipped_one.decode(ids) for ids in spelled] == responses
     assert max(map(len, spelled)) <= load_config(EXAMPLE / "run.yaml", []).config.rollout.max_response_tokens
     anything = "".join(map(chr, range(32, 127)))
-    assert shipped_one.decode(shipped_one.encode_response(anything)) == anything
+    assert shipped_one.decode(shipped_one.encode_responses([anything])[0]) == anything
 
 
 def test_ground_truths_earn_nearly_everything():

@@ -42,7 +42,7 @@ def test_prompts_are_those_that_the_run_will_ask_and_marks_are_scores(tmp_path):
                 item = {"question": "", "reference": reference, "columns": {}, "response": response}
                 assert tokenizer.render(await judge.functions.prompt(item)) == row["prompt"]
                 assert reading.scores(ChatAnswer(row["mark"], "stop"), 1) == [10 if response == reference else 1]
-                assert tokenizer.decode(tokenizer.encode_response(row["mark"])) == row["mark"]
+                assert tokenizer.decode(tokenizer.encode_responses([row["mark"]])[0]) == row["mark"]
         finally:
             await judge.close()
 

@@ -33,22 +33,9 @@ from hone.rollout.local import LocalEngine, counted, refuse_to_compile
 Evaluate = Callable[[], Awaitable[dict[str, float]]]
 
 
-async def make_engine(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    model: CausalModel,
-    base_dir: Path,
-    executor: Executor | None = None,
-    ladder: Ladder | None = None,
-) -> Engine:
-    """The embedded engine, computing on a thread of `executor`; with an environment, one whose samples meet it.
-
-    Args:
-        ladder: bound to the engine's bounds, where a run has one.
-    """
-    return await with_environment(
-        config, tokenizer, base_dir, embedded_engine(config, tokenizer, model, executor, ladder)
-    )
+async def make_engine(config: RunConfig, tokenizer: Tokenizer, model: CausalModel, base_dir: Path) -> Engine:
+    """The embedded engine on a thread of its own; with an environment, one whose samples meet it."""
+    return await with_environment(config, tokenizer, base_dir, embedded_engine(config, tokenizer, model))
 
 
 def embedded_engine(

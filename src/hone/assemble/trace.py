@@ -145,7 +145,7 @@ def _pools(found: Plan, folder: Path, say: Callable[[str], None], notes: list[st
             continue
         if pool.critic:
             notes.append(f"not traced: the critic of {pool.name}")
-        reason = _untraceable(found, pool.policy)
+        reason = _untraceable(pool.policy)
         if reason:
             notes.append(f"not traced: {pool.name}, for {reason}")
             continue
@@ -159,7 +159,7 @@ def _trains_alone(pool: PoolPlan, found: Plan) -> bool:
     return bool(pool.critic) == bool(inputs.critic) and bool(pool.reference) == needs_copy
 
 
-def _untraceable(found: Plan, policy: Trained) -> str | None:
+def _untraceable(policy: Trained) -> str | None:
     reasons = {
         "a model with a vision tower": policy.architecture.tower is not None,
         "cluster.trainer.sequence_parallel > 1": policy.work.sequence_parallel > 1,
@@ -187,5 +187,5 @@ def _sharded(name: str, policy: Trained, found: Plan, folder: Path, say: Callabl
     moments = over_depth(traced, inputs.architecture.layers, dense_layers=inputs.architecture.dense_layers)
     planned = [*update_moments(policy, [])]
     if forward:
-        planned.append(forward_moment("logprobs", "forward", policy, [*policy.states()]))
+        planned.append(forward_moment(policy, [*policy.states()]))
     yield from compared(name, planned, moments)

@@ -188,7 +188,7 @@ def _as_dict(today: Plan, proposals: list[Proposal], price: float | None, traced
     if traced is not None:
         found["trace"] = traced.as_dict()
     if price is not None:
-        found["time"]["cost_of_1000_steps"] = today.time.cost(price, today.inputs.topology.num_devices)
+        found["time"]["cost_of_1000_steps"] = today.time.cost_of_1000_steps(price, today.inputs.topology.num_devices)
     if proposals:
         found["proposals"] = [proposal.as_dict() for proposal in proposals]
         found["beyond"] = beyond(today)
@@ -264,7 +264,7 @@ def _speed(today: Plan, price: float | None) -> str:
         f"{percent(time.compute_utilisation)} used; responses of {mean}"
     )
     if price is not None:
-        words += f"; 1,000 steps cost {time.cost(price, today.inputs.topology.num_devices):,.2f}"
+        words += f"; 1,000 steps cost {time.cost_of_1000_steps(price, today.inputs.topology.num_devices):,.2f}"
     return words
 
 

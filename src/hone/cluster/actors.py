@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +54,6 @@ class Vitals:
     pid: int
     host: str
     rss_bytes: int
-    peak_rss_bytes: int
     cuda_peak_bytes: int
     """Most that tensors held on its GPU; 0 without one."""
     device_bytes: tuple[int, int] | None = None
@@ -69,7 +67,6 @@ class Vitals:
             pid=os.getpid(),
             host=socket.gethostname(),
             rss_bytes=psutil.Process().memory_info().rss,
-            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             cuda_peak_bytes=peak_bytes(),
             device_bytes=used_and_total_bytes(),
         )

@@ -62,7 +62,7 @@ class Tokenizer:
 
     Attributes:
         hf: the tokenizer itself, for saving beside weights.
-        eos_id: what `encode_response` appends.
+        eos_id: what `encode_responses` appends.
         eos_ids: every id that ends a response: `eos_id` and those of the model's generation_config.json.
         pad_id: fills unused places; EOS where the tokenizer has no pad token. Never carries loss.
         vocab_size: smallest vocabulary a model needs, added tokens included.
@@ -125,10 +125,6 @@ class Tokenizer:
         for text in texts:
             self.check_characters(text)
         return [[*ids, self.eos_id] for ids in self.encode_prompts(texts, rendered=True)]
-
-    def encode_response(self, text: str) -> list[int]:
-        """Token ids of one response, EOS appended."""
-        return self.encode_responses([text])[0]
 
     def encode_observation(self, text: str) -> list[int]:
         """Token ids of environment text within a sample; nothing is added.

@@ -199,9 +199,9 @@ def critic_rows(uses_critic: Condition, rows: dict[str, Row]) -> dict[str, Row]:
     return {name: when(uses_critic, NO_CRITIC, row) for name, row in rows.items()}
 
 
-def floor(lr: str, key: str, other: float = 1e-6) -> Row:
+def floor(lr: str, key: str) -> Row:
     """The lowest learning rate, which Hone has as a fraction of the highest, the value of `lr`."""
-    return by(lambda job, v: put({key: number(v) / number(job.get(lr, other))}, "as a fraction of lr"), key)
+    return by(lambda job, v: put({key: number(v) / number(job.get(lr, 1e-6))}, "as a fraction of lr"), key)
 
 
 def overlong(buffer_tokens: Any, limit_tokens: Any, penalty: Any) -> KeyVerdict:

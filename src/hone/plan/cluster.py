@@ -198,8 +198,8 @@ def _logits(work: Pass, *, trained: bool) -> Iterator[Term]:
         yield term("gradient of output layer", output_gradient_bytes(work), formula)
 
 
-def forward_moment(phase: str, name: str, model: Trained, held: list[Term]) -> Moment:
-    """A pass without gradients of a sharded model."""
+def forward_moment(model: Trained, held: list[Term]) -> Moment:
+    """What one device holds in a pass of a sharded model without gradients; `held` is there besides."""
     work, arch, p = model.work, model.architecture, model.work.bytes_each
     each, knob = forward_per_token(work), "train.tokens_per_microbatch"
     parts = [
@@ -212,7 +212,7 @@ def forward_moment(phase: str, name: str, model: Trained, held: list[Term]) -> M
         size = logits_forward_bytes(work)
         formula = f"{size / max(work.chunk * arch.vocab, 1):.0f} B x {work.chunk:,} tokens x {arch.vocab:,} vocabulary"
         parts.append(term("logits", size, formula, "train.logprob_chunk_tokens"))
-    return moment(phase, name, held, parts)
+    return moment("logprobs", "forward", held, parts)
 
 
 def adapter_of(architecture: Architecture, workload: Workload) -> int:
@@ -267,7 +267,7 @@ def pool_moments(pool: PoolPlan, workload: Workload) -> list[Moment]:
     if pool.policy and (workload.has_old_logprobs_pass or (workload.has_reference and pool.policy.adapter)):
         reads = pool.policy
     if reads:
-        found.append(forward_moment("logprobs", "forward", reads, [*held, *idle]))
+        found.append(forward_moment(reads, [*held, *idle]))
     if pool.policy:
         beside = [*held, *_states_of(pool.critic), *_reference(pool)]
         found += update_moments(pool.policy, beside)

@@ -92,9 +92,9 @@ class StepTime:
     def compute_utilisation(self) -> float:
         return self.useful_flops / (self.peak_flops * self.step_s)
 
-    def cost(self, price_per_hour: float, devices: int, steps: int = 1000) -> float:
-        """Price of `steps` steps, at a price per device and hour."""
-        return price_per_hour * devices * steps * self.step_s / 3600
+    def cost_of_1000_steps(self, price_per_hour: float, devices: int) -> float:
+        """At a price per device and hour."""
+        return price_per_hour * devices * 1000 * self.step_s / 3600
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""

@@ -113,7 +113,7 @@ async def check_rewards(
         findings.problems += error.problems
         return
     if has_answers(config):
-        report_unwritable(config, components, trials, unwritable, findings)
+        report_unwritable(components, trials, unwritable, findings)
 
 
 def checkable(config: RunConfig, services: Mapping[str, Address], findings: CheckReport) -> tuple[RewardComponent, ...]:
@@ -370,7 +370,6 @@ def with_other_type(trial: Trial) -> Trial | None:
 
 
 def report_unwritable(
-    config: RunConfig,
     components: Sequence[RewardComponent],
     trials: Sequence[Trial],
     unwritable: Mapping[str, str],

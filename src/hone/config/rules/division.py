@@ -37,7 +37,7 @@ def training_divides(config: RunConfig) -> Iterator[Breach]:
     for role, group in groups.items():
         if group is None or (role != "policy" and group.pool == topology.trainer.pool):
             continue
-        size, tensor, where = group.world_size, settings.tensor_parallel, _devices_key(topology, group.pool)
+        size, tensor, where = group.world_size, settings.tensor_parallel, _devices_key(group.pool)
         if line := _not_dividing(tensor, size, f"the {size} devices of {role}"):
             yield Breach(("cluster.trainer.tensor_parallel", where), line)
             continue
@@ -59,7 +59,7 @@ def engines_divide(config: RunConfig) -> Iterator[Breach]:
     ):
         size = len(pool.devices) if pool else each
         if pool and (line := _not_dividing(each, size, f"the {size} devices of pool {pool.name}")):
-            keys = (key, _devices_key(topology, pool.name))
+            keys = (key, _devices_key(pool.name))
             yield Breach(keys, f"{line}; {size % each} would idle")
 
 
@@ -168,7 +168,7 @@ def ranks_have_samples(config: RunConfig) -> Iterator[Breach]:
         group = max(learners if stage == "rl" else [topology.trainer], key=lambda group: group.data_parallel)
         ranks = group.data_parallel
         if stage in config.stages and samples < ranks:
-            keys = (key, "train.prompts_per_step", _devices_key(topology, group.pool))
+            keys = (key, "train.prompts_per_step", _devices_key(group.pool))
             yield Breach(
                 keys,
                 f"must be at least the {ranks} data-parallel ranks (got {samples}): {ranks - samples} would compute "
@@ -189,7 +189,7 @@ def judge_key(config: RunConfig) -> str:
     return next((f"services.{name}.engine.tensor_parallel_size" for name in judge_services(config)), "services")
 
 
-def _devices_key(topology: Topology, pool: str) -> str:
+def _devices_key(pool: str) -> str:
     return "cluster.devices_per_node" if pool == DEFAULT_POOL else f"cluster.pools.{pool}.devices"
 
 

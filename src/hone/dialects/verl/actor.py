@@ -108,7 +108,7 @@ def kl_loss(job: ForeignJob, value: Any) -> KeyVerdict:
     return put({"algorithm.kl_loss_coef": number(job.get(f"{ACTOR}.kl_loss_coef", 0.001))})
 
 
-def kl_kind(job: ForeignJob, value: Any, in_loss: bool) -> KeyVerdict:
+def kl_kind(value: Any, *, in_loss: bool) -> KeyVerdict:
     kind = ESTIMATORS.get(str(value).removesuffix("+"))
     if kind is None:
         return refused("no such estimator; nearest: algorithm.kl_estimator = k3")
@@ -243,7 +243,7 @@ _LOSS: dict[str, Row] = {
     "kl_loss_type": when(
         in_loss,
         "unused: no KL in the loss",
-        by(lambda job, v: kl_kind(job, v, True), "algorithm.kl_estimator"),
+        by(lambda job, v: kl_kind(v, in_loss=True), "algorithm.kl_estimator"),
     ),
 }
 

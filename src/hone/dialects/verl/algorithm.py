@@ -150,7 +150,7 @@ ALGORITHM: dict[str, Row] = {
     "kl_penalty": when(
         in_reward,
         "unused: no KL in the reward",
-        by(lambda job, v: kl_kind(job, v, False), "algorithm.kl_estimator"),
+        by(lambda job, v: kl_kind(v, in_loss=False), "algorithm.kl_estimator"),
     ),
     "kl_ctrl.kl_coef": when(
         in_reward,
