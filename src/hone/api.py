@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from hone.config.load import Loaded, load_mapping
 from hone.devices import machine_kind
 from hone.errors import ConfigError, DataError
+from hone.observe.sinks import metric_lines
 from hone.reward.given import GIVEN
 from hone.run.folder import RunFolder
 from hone.run.report import CheckReport
@@ -53,7 +54,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl: `stage`, `step` and the metrics that docs/reference/metrics.md lists."""
-        return [json.loads(line) for line in RunFolder.read(self.path).metrics.read_text("utf-8").splitlines()]
+        return [*metric_lines(RunFolder.read(self.path).metrics)]
 
     @property
     def model_path(self) -> Path:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hone.config.load import load_config
-from hone.plan.activations import Checkpointing, Loss, Pass, saved_per_token
+from hone.config.run import Checkpointing
+from hone.plan.activations import Loss, Pass, saved_per_token
 from hone.plan.architecture import GIB
 from hone.plan.cluster import Trained, update_moments
 from hone.plan.hardware import find_hardware

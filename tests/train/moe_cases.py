@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hone.algo.algorithm import Algorithm
 from hone.config.algorithm import AlgorithmSection
-from hone.config.run import OptimizerSection
-from hone.model.recompute import Checkpointing
+from hone.config.run import Checkpointing, OptimizerSection
 from hone.train.fsdp import ShardedWeights
 from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.learner import Passes

@@ -11,10 +11,9 @@ from pictures import picture, prompt_with, seeing_model
 from sharded_cases import watch
 from torch import Tensor
 
-from hone.config.run import LoraSection, OptimizerSection
+from hone.config.run import Checkpointing, LoraSection, OptimizerSection
 from hone.data.pack import collate
 from hone.model.lora import add_adapter
-from hone.model.recompute import Checkpointing
 from hone.sizes import PATCHES_PER_PASS
 from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.learner import Passes

@@ -11,10 +11,9 @@ import torch
 from cases import VOCAB, algorithm_of, make_batch, make_groups, make_model
 from torch import Tensor
 
-from hone.config.run import LoraSection, OptimizerSection
+from hone.config.run import Checkpointing, LoraSection, OptimizerSection
 from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff, add_adapter
-from hone.model.recompute import Checkpointing
 from hone.train.critic import Critic
 from hone.train.fsdp import ShardedWeights
 from hone.train.fsdp_ranks import FsdpRanks

@@ -14,7 +14,7 @@ from hone.config.cluster import ClusterSection
 from hone.config.derived import longest_tokens, samples_per_update
 from hone.config.load import Loaded
 from hone.config.render import resolved_yaml
-from hone.config.run import RunConfig
+from hone.config.run import Checkpointing, RunConfig
 from hone.config.topology import topology_of
 from hone.config.yaml_tree import Where
 from hone.devices import is_accelerator
@@ -24,7 +24,6 @@ from hone.memory.gauges import GIB, Busy, DeviceGauge, HostGauge, Meter, nvml_re
 from hone.memory.ladder import Ladder, Predict
 from hone.memory.record import Expected, Record, comparison, table
 from hone.memory.rungs import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS, Knob
-from hone.model.recompute import Checkpointing
 from hone.observe.observer import Observer
 from hone.plan.hardware import Hardware, memory_limit_bytes
 from hone.plan.inputs import changed, resolve, value_of, with_value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from hone.errors import PlacementError
 from hone.loop.run import Offloadable
 from hone.rollout.engine import Engine
 from hone.rollout.router import Router
+from hone.runtime.processes import together
 from hone.train.checkpoint import SavedCheckpoint
 from hone.weights.buckets import bucket_bytes
 from hone.weights.routes import Routes
@@ -87,12 +88,12 @@ class RayWorkers:
             return await asyncio.to_thread(self._start_trainer, trainer, saved)
 
         if self._job.topology.sleeps("rollout"):
-            await _together(first)
+            await together(first)
             router = self._new_router()
             await router.sleep()  # the first publish wakes them
             pids = await start_trainer()
         else:
-            *_, pids = await _together([*first, start_trainer()])
+            *_, pids = await together([*first, start_trainer()])
             router = self._new_router()
         observer, topology = self._job.observer, self._job.topology
         num_ranks = len(topology.trainer.devices)
@@ -105,7 +106,7 @@ class RayWorkers:
 
     async def _start_engines(self, kept: set[str]) -> None:
         """Start the engines that are not there."""
-        await _together([self.start_engine(name) for name in self._replicas.keys() - kept])
+        await together([self.start_engine(name) for name in self._replicas.keys() - kept])
 
     def _new_router(self) -> Router:
         settings = self._settings
@@ -294,10 +295,3 @@ class RayWorkers:
         if self._job.config.rollout.max_staleness:  # all work at the same time
             beside = [*learning, *sampling]
         return sum(device // topology.devices_per_node == machine for devices in beside for device in devices)
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of all; the first failure cancels the others."""
-    async with asyncio.TaskGroup() as tasks:
-        begun = [tasks.create_task(one) for one in work]
-    return [task.result() for task in begun]

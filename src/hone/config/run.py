@@ -254,6 +254,10 @@ class OptimizerSection(Section):
     """Final learning rate of a linear or cosine schedule."""
 
 
+Checkpointing = Literal["none", "selective", "full"] | int
+"""What is recomputed in the backward pass; see `train.activation_checkpointing`."""
+
+
 class TrainSection(Section):
     prompts_per_step: int = key(32, unit="prompts", ge=1)
     """Prompts per policy update (P)."""
@@ -265,7 +269,7 @@ class TrainSection(Section):
     """Maximum tokens per forward pass, prompt tokens counted once per group; changes memory, not results."""
     logprob_chunk_tokens: int = key(1024, unit="tokens", ge=1)
     """Tokens per chunk of logits; changes memory, not results."""
-    activation_checkpointing: Literal["none", "selective", "full"] | int = key("none")
+    activation_checkpointing: Checkpointing = key("none")
     """Recompute activations in the backward pass: all but matrix products (selective), whole layers (full), or those of
     the first N layers alone (a number); changes memory, not results."""
     optimizer: OptimizerSection = key(OptimizerSection())

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.config.run import LoraSection
+from hone.config.run import Checkpointing, LoraSection
 from hone.model.logprobs import PLAIN, LogitMap, product_float32
-from hone.model.recompute import Checkpointing
 from hone.model.sequence import UNDIVIDED, SequenceGroup
 from hone.model.weights import Contents, copy_by_name
 

@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from hone.config.run import Checkpointing
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.layout_attention import attend_over_layouts, over_layout, why_rows
 from hone.model.logprobs import LogitMap
-from hone.model.recompute import Checkpointing, contexts, is_recomputed
+from hone.model.recompute import contexts, is_recomputed
 from hone.model.routing import LoadBalance, Routing, no_balance
 from hone.model.towers import TOWERS
 from hone.model.vision import Vision, with_pictures

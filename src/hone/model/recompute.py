@@ -10,15 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-T = TypeVar("T")
+from hone.config.run import Checkpointing
 
-Checkpointing = Literal["none", "selective", "full"] | int
+T = TypeVar("T")
 
 _aten: Any = torch.ops.aten
 PRODUCTS = {

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.runtime.files import line_start, mapped
+from hone.runtime.files import line_start, mapped, whole_lines
 from hone.types import Sample
 
 FILE = "events.jsonl"
@@ -245,16 +245,7 @@ def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[s
     Args:
         last_bytes: read the end of the file only, from a whole line on.
     """
-    if not path.exists():
-        return
-    with path.open("rb") as lines:
-        skipped = 0 if last_bytes is None else max(0, path.stat().st_size - last_bytes)
-        lines.seek(skipped)
-        if skipped:
-            lines.readline()
-        for line in lines:
-            if line.endswith(b"\n"):
-                yield _decoded(line)
+    return map(_decoded, whole_lines(path, last_bytes=last_bytes))
 
 
 def events_of(

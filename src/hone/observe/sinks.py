@@ -21,7 +21,7 @@ from typing import Any
 
 from hone.doctor.ranges import BASELINE_LINES
 from hone.errors import HoneError, RunFolderError
-from hone.runtime.files import line_start, mapped
+from hone.runtime.files import line_start, mapped, whole_lines
 from hone.types import Group
 
 COLUMNS = ("prompt", "response", "reward", "advantage", "answer", "finish")
@@ -123,11 +123,7 @@ class MetricsFile:
 
 def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of metrics.jsonl; a kill may have torn the last one."""
-    if path.exists():
-        with path.open("rb") as lines:
-            for line in lines:
-                if line.endswith(b"\n"):
-                    yield json.loads(line)
+    return map(json.loads, whole_lines(path))
 
 
 def some_metric_lines(path: Path, most: int | None) -> tuple[list[dict[str, Any]], bool]:

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from hone.config.run import Checkpointing
 from hone.plan import state_activations
 from hone.plan.architecture import Architecture, linear_layers
 from hone.plan.states import LayerKind
@@ -28,8 +29,6 @@ SCORE_BYTES = {(4, False): 4, (4, True): 8, (2, False): 8, (2, True): 14}
 and for bfloat16 the copies in float32."""
 
 Implementation = Literal["hone", "transformers"]
-Checkpointing = Literal["none", "selective", "full"] | int
-"""As `train.activation_checkpointing`."""
 Loss = Literal["chunked", "naive"]
 
 CAPPED_SCORE_BYTES = 8

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from hone.plan.activations import Checkpointing, recomputed_layers
+from hone.config.run import Checkpointing
+from hone.plan.activations import recomputed_layers
 from hone.plan.architecture import Architecture
 from hone.plan.hardware import Hardware
 from hone.plan.workload import Lengths

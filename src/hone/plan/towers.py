@@ -7,7 +7,8 @@ bfloat16, 4 in float32.
 
 from __future__ import annotations
 
-from hone.plan.activations import Checkpointing, Pass
+from hone.config.run import Checkpointing
+from hone.plan.activations import Pass
 from hone.plan.ledger import Term, term
 from hone.plan.tower_shape import Tower
 

@@ -10,10 +10,10 @@ itself, and computes its prompt and everything since anew: no cache is kept betw
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,12 @@ from hone.errors import DataError
 from hone.rollout.engine import Engine, OnSample, Request
 from hone.rollout.env import Episode, Observation, episode_seed
 from hone.rollout.env_pool import EnvironmentFault, EnvironmentPool, EpisodeHandle
+from hone.runtime.processes import together
 from hone.runtime.user_code import describe
 from hone.types import UNRECORDED, Experts, FinishReason, Sample, TokenIds, Turn, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-T = TypeVar("T")
 
 
 class EpisodeEngine:
@@ -114,12 +113,12 @@ class EpisodeEngine:
 
         playing = builders
         for turn in range(1, self._max_turns + 1):
-            continues = await _all(answer(builder, turn == self._max_turns) for builder in playing)
+            continues = await together(answer(builder, turn == self._max_turns) for builder in playing)
             playing = [builder for builder, on in zip(playing, continues, strict=True) if on]
             if not playing:
                 return
             await self._barrier.next((request.stream, request.prompt.index, request.num_samples))
-            turns = await _all(self._engine.generate(builder.next_request()) for builder in playing)
+            turns = await together(self._engine.generate(builder.next_request()) for builder in playing)
             for builder, (sampled,) in zip(playing, turns, strict=True):
                 builder.append_turn(sampled)
 
@@ -284,10 +283,3 @@ class TurnBarrier:
             for _, woken in sorted(waiting, key=lambda entry: entry[0]):
                 if not woken.done():
                     woken.set_result(None)
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order, begun in that order. The first failure cancels the rest."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(item) for item in work]
-    return [task.result() for task in running]

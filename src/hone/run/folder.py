@@ -18,6 +18,7 @@ import shlex
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from hone.config.render import flattened
 from hone.config.run import ServiceSection
 from hone.errors import RunFolderError
 from hone.observe.events import read_events
-from hone.runtime.files import ASIDE, make_folder, set_aside, write_whole
+from hone.runtime.files import ASIDE, make_folder, set_aside, whole_lines, write_whole
 from hone.runtime.processes import own_command
 
 SAME_NUMBERS = (
@@ -254,14 +255,8 @@ class RunFolder:
 
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """The last whole lines of metrics.jsonl, so many at most."""
-        if not self.metrics.is_file():
-            return []
-        with self.metrics.open("rb") as lines:
-            skipped = max(0, self.metrics.stat().st_size - count * _LINE_BYTES)
-            lines.seek(skipped)
-            whole, _, _ = lines.read().rpartition(b"\n")
-        found = whole.split(b"\n")[1 if skipped else 0 :]
-        return [json.loads(line) for line in found[-count:] if line]
+        lines = deque(whole_lines(self.metrics, last_bytes=count * _LINE_BYTES), maxlen=count)
+        return [json.loads(line) for line in lines]
 
     def _read_identity(self) -> dict[str, Any]:
         """The run file and the resolved configuration that the run was last started with.

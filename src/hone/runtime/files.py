@@ -91,6 +91,22 @@ def mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
         yield text
 
 
+def whole_lines(path: Path, *, last_bytes: int | None = None) -> Iterator[bytes]:
+    """The whole lines of a file; none where it does not exist. A kill may have torn the last one, which is left out.
+
+    Args:
+        last_bytes: only those in so much of its end.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        skipped = 0 if last_bytes is None else max(0, path.stat().st_size - last_bytes)
+        lines.seek(skipped)
+        if skipped:
+            lines.readline()
+        yield from (line for line in lines if line.endswith(b"\n"))
+
+
 def line_start(file: BinaryIO, end: int) -> int:
     """Where the line begins that byte `end` of a file is in. Reads backwards, and no more than that line."""
     while end > 0:

@@ -1,5 +1,5 @@
 """Process-wide settings that are set or restored: the signal of a dying parent, the environment, signal handlers, the
-garbage collector; and work that a stop interrupts.
+garbage collector; and work that is done together, or that a stop interrupts.
 
 Imports nothing heavy, because worker processes import it too.
 """
@@ -16,9 +16,9 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
@@ -104,6 +104,13 @@ def spared_collector() -> Iterator[None]:
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order, begun in that order. The first failure cancels the rest."""
+    async with asyncio.TaskGroup() as tasks:
+        begun = [tasks.create_task(one) for one in work]
+    return [task.result() for task in begun]
 
 
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> asyncio.Future[T] | None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from hone.config.run import Checkpointing
 from hone.devices import devices_here, give_back_memory, module_of
 from hone.memory.gauges import GIB
 from hone.model.kernels import use_fused_kernels, uses_fused_kernels
 from hone.model.load import init_model
-from hone.model.recompute import Checkpointing
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.planned import MODES, PlannedUpdate
 from hone.tools.acceptance.setting import (

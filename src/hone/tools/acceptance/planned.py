@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from hone.config.run import RunConfig
+from hone.config.run import Checkpointing, RunConfig
 from hone.memory.gauges import GIB
-from hone.model.recompute import Checkpointing
 from hone.plan import time as roofline
 from hone.plan.efficiency import MeasuredRates
 from hone.plan.hardware import find_hardware
