@@ -6,38 +6,33 @@ What is wrong is a setting, the data, the reward, or the code (a patch). `_docto
 from __future__ import annotations
 
 import contextlib
-import json
 import random
-import shutil
-import subprocess
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from _doctor_task import (
-    PROMPTS,
-    RESPONSE_TOKENS,
-    SAMPLES,
-    STEPS,
-    Rows,
-    easy_rows,
-    eval_rows,
-    hard_rows,
-    leaked,
-    train_rows,
+from _doctor_planted import (
+    disk_that_fills,
+    nan_in_step,
+    other_chat_template,
+    other_tokenizer,
+    own_service,
+    rounded,
+    sampled_with,
+    shifted,
+    small_disk,
+    stuck_weights,
+    two_engines,
+    with_batch,
+    without_end_token,
+    without_last_tokens,
 )
+from _doctor_task import RESPONSE_TOKENS, STEPS, Rows, easy_rows, eval_rows, hard_rows, leaked, train_rows
 
-from hone.data.chat import character_tokenizer
-from hone.types import Batch, Group
-
-CHARACTERS = "0123456789+-*/="
-"""Of examples/quickstart/run.yaml."""
+from hone.types import Group
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Fault:
     """Fewer where the fault shows early."""
 
 
-# ---- rewards and patches ------------------------------------------------------------------------------------------
+# ---- rewards -------------------------------------------------------------------------------------------------------
 
 
 def right(sample: Any, group: Group) -> float:
@@ -84,6 +79,26 @@ def idle_reward() -> list[Callable[..., Any]]:
     """Higher for every second prompt, and otherwise chance: nothing that a response can earn."""
     chance = random.Random(0)
     return of_samples(lambda sample, group: float(chance.random() < (0.3 if group.prompt.index % 2 else 0.7)))()
+
+
+def sticking_reward(groups: int) -> list[Callable[..., Any]]:
+    """After so many groups every sample earns the same."""
+    seen = 0
+
+    def reward(group: Group) -> list[float]:
+        nonlocal seen
+        seen += 1
+        return [0.5 if seen > groups else right(sample, group) for sample in group.samples]
+
+    return [reward]
+
+
+def other_answers() -> Rows:
+    """The answers are those of other rows."""
+    rows = train_rows()
+    answers = [row["answer"] for row in rows]
+    random.Random(0).shuffle(answers)
+    return [row | {"answer": answer} for row, answer in zip(rows, answers, strict=True)]
 
 
 def failing_reward() -> list[Callable[..., Any]]:
@@ -148,170 +163,6 @@ def with_constant() -> list[Callable[..., Any]]:
     return of_samples(right, "exactly")() + of_samples(lambda sample, group: 0.5, "formatted")()
 
 
-def other_temperature(_: Path) -> Any:
-    from hone.assemble.sampling import sampling_of
-
-    return patch("hone.assemble.stages.sampling_of", lambda config: replace(sampling_of(config), temperature=0.6))
-
-
-def without_end_token(_: Path) -> Any:
-    from hone.rollout.local import LocalEngine
-
-    def engine(*args: Any, **options: Any) -> LocalEngine:
-        return LocalEngine(*args, **(options | {"eos_ids": frozenset()}))
-
-    return patch("hone.assemble.sampling.LocalEngine", engine)
-
-
-def with_batch(change: Callable[[Batch], Batch]) -> Any:
-    from hone.data.pack import collate
-
-    return patch("hone.loop.policy.collate", lambda groups: change(collate(groups)))
-
-
-def shifted(batch: Batch) -> Batch:
-    return replace(batch, sampler_logprobs_T=batch.sampler_logprobs_T.roll(1))
-
-
-@contextlib.contextmanager
-def other_tokenizer(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """The same characters, with other ids."""
-    character_tokenizer(CHARACTERS[::-1]).save_pretrained(folder / "tokenizer")
-    yield {"model.tokenizer": str(folder / "tokenizer")}
-
-
-def rounded(batch: Batch) -> Batch:
-    return replace(batch, sampler_logprobs_T=batch.sampler_logprobs_T.to(torch.bfloat16).float())
-
-
-def stuck_weights(_: Path) -> Any:
-    """The engine has weights of its own and stops taking new ones after the third version."""
-    from hone.rollout.local import LocalEngine
-
-    load = LocalEngine.load
-
-    async def stuck(self: LocalEngine, weights: Any, version: int) -> None:
-        await load(self, weights if version <= 3 else None, version)
-
-    return patch.object(LocalEngine, "load", stuck)
-
-
-@contextlib.contextmanager
-def dying_service(_: Path) -> Iterator[Mapping[str, Any]]:
-    """A reward service on a port of this machine that is gone in step 11: nothing listens there any more."""
-    served = 0
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self.answer({})
-
-        def do_POST(self) -> None:
-            nonlocal served
-            items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["items"]
-            served += len(items)
-            if served > 10 * PROMPTS * SAMPLES:
-                self.close_connection = True
-                threading.Thread(target=end).start()
-            else:
-                self.answer(reply_to(items))
-
-        def answer(self, value: Any) -> None:
-            content = json.dumps(value).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-
-    def end() -> None:
-        server.shutdown()
-        server.server_close()
-
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    args = {"url": f"http://127.0.0.1:{server.server_port}", "deadline_s": 2.0}
-    try:
-        yield {"reward.components": [{"use": "service", "args": args}]}
-    finally:
-        end()
-
-
-def reply_to(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """The verdicts of a reward service (hone.reward.wire): 1 for the right sum."""
-    results = [
-        {"id": item["id"], "status": "ok", "score": float(item["solution_str"].strip() == str(item["ground_truth"]))}
-        for item in items
-    ]
-    return {
-        "schema_version": "1",
-        "server": {"name": "sums", "version": "1", "boot_id": "1", "fingerprint": "sha256:sums"},
-        "results": results,
-        "summary": {"n": len(results), "ok": len(results), "error": 0},
-        "elapsed_ms": 1.0,
-    }
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """The run's folder is a file system of 40 MiB (Linux, as root). What the run leaves is copied out of it."""
-    (folder / "run").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder / "run")], check=True)
-    try:
-        yield
-    finally:
-        left = shutil.copytree(folder / "run", folder / "left", ignore=shutil.ignore_patterns("checkpoints", "hf"))
-        subprocess.run(["umount", str(folder / "run")], check=True)
-        (folder / "run").rmdir()
-        left.rename(folder / "run")
-
-
-@contextlib.contextmanager
-def disk_that_fills(_: Path) -> Iterator[None]:
-    """What the system says of the disk: each time it is asked 1 GiB less of 60 is free."""
-    asked, usage = 0, shutil.disk_usage("/")
-
-    def disk_usage(_: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        return usage._replace(total=500 << 30, free=max(60 - asked, 1) << 30)
-
-    with patch("shutil.disk_usage", disk_usage):
-        yield
-
-
-@contextlib.asynccontextmanager
-async def two_engines(job: Any, needs: frozenset[str], saved: Any) -> AsyncIterator[Any]:
-    """Two engines in place of one. The second says that it took every version, and samples from the third."""
-    from hone.assemble.models import needed_roles, rl_roles
-    from hone.assemble.sampling import embedded_engine
-    from hone.assemble.workers import Workers
-    from hone.model.lora import merged_copy
-    from hone.rollout.local import LocalEngine
-    from hone.rollout.router import Router
-
-    class Stale(LocalEngine):
-        async def load(self, weights: Any, version: int) -> None:
-            await super().load(weights if version <= 3 else None, version)
-
-    trainer = await job.computed(lambda: rl_roles(job, held=needed_roles(needs)), phase="start")
-    engines = [embedded_engine(job.config, job.tokenizer, merged_copy(trainer.policy.model)) for _ in range(2)]
-    engines[1].__class__ = Stale
-    for engine in engines:
-        engine.fingerprint = trainer.fingerprint
-    router = Router(
-        {"engine-0": engines[0], "engine-1": engines[1]}, job.observer, silence_s=60, call_s=60, patience_s=60
-    )
-    try:
-        yield Workers(trainer, router, weights_are_shared=False)
-    finally:
-        await router.close()
-
-
 LR, LR_CRITIC = "train.optimizer.lr", "critic.optimizer.lr"
 PPO = {LR_CRITIC: 1e-3, "critic.warmup_updates": 0}
 NO_RATIO = {"algorithm.ratio": "none", "algorithm.clip": "none"}
@@ -331,9 +182,12 @@ FAULTS = (
     Fault("kl_off", ("kl_coefficient_vanished", "drift_without_gain"), rewards=idle_reward, steps=60,
           settings={"algorithm.kl_loss_coef": 0.05, "algorithm.kl_target": 50.0, "algorithm.kl_horizon_samples": 500,
                     LR: 2e-3}),
-    Fault("temperature_unknown", ("sampler_settings_differ",), planted=other_temperature, steps=15),
+    Fault("temperature_unknown", ("sampler_settings_differ",), steps=15,
+          planted=lambda _: sampled_with(temperature=0.6)),
     Fault("top_p", ("truncated_sampling",), NO_RATIO | {"rollout.top_p": 0.8}, steps=15),
     Fault("top_k", ("truncated_sampling",), NO_RATIO | {"rollout.top_k": 2}, steps=15),
+    Fault("top_p_with_ratio", ("truncated_sampling",), planted=lambda _: sampled_with(top_p=0.8), steps=15),
+    Fault("mask_shifted", ("mask_shifted",), planted=lambda _: with_batch(without_last_tokens), steps=15),
     Fault("logprobs_shifted", ("tokens_misaligned",), planted=lambda _: with_batch(shifted), steps=15),
     Fault("dtype", ("dtype_differs",), planted=lambda _: with_batch(rounded), steps=15),
     Fault("weights_stuck", ("weights_stale",), {"rollout.max_staleness": 1}, planted=stuck_weights),
@@ -355,12 +209,16 @@ FAULTS = (
           rewards=lambda: outlier_reward(1000.0, 350), steps=30),
     Fault("reward_overflows", ("batch_not_finite",), {"algorithm.credit": "group_mean"},
           rewards=lambda: outlier_reward(3e38, 350), steps=30),
+    Fault("reward_sticks", ("reward_constant",), rewards=lambda: sticking_reward(500), steps=40),
+    Fault("nan_batch", ("batch_not_finite",), planted=lambda _: nan_in_step(19), steps=30),
     Fault("data_easy", ("prompts_too_easy",), train=easy_rows, eval=lambda: easy_rows()[::20], steps=15),
     Fault("data_hard", ("prompts_too_hard",), train=hard_rows, steps=15),
+    Fault("answers_shuffled", ("answers_wrong",), train=other_answers, steps=15),
     Fault("data_duplicated", ("data_duplicated",), train=lambda: train_rows()[:4] * 100, steps=15),
     Fault("answers_leak", ("answers_leak",), train=lambda: leaked(train_rows())),
     Fault("no_end_token", ("no_end_token",), planted=without_end_token, steps=15),
     Fault("prompt_has_answer", ("prompt_ends_the_response",), {"data.template": "{prompt}{answer}"}, steps=15),
+    Fault("stop_string", ("responses_end_early",), {"rollout.stop": ["0"]}, steps=15),
     Fault("limit_too_low", ("limit_too_low",), {"rollout.max_response_tokens": 3}, steps=15),
     Fault("clip_zero", ("clip_range_too_narrow",), steps=25,
           settings={"algorithm.clip_low": 0.0, "algorithm.clip_high": 0.0, "train.samples_per_optimizer_step": 64}),
@@ -369,14 +227,18 @@ FAULTS = (
     Fault("entropy_bonus", ("entropy_bonus_too_large",), {"algorithm.entropy_coef": 0.5}, steps=50),
     Fault("weight_decay", ("weight_decay_too_large",), {"train.optimizer.weight_decay": 100.0}, steps=50),
     Fault("temperature_low", ("temperature_too_low",), {"rollout.temperature": 0.2}, steps=20),
+    Fault("temperature_high", ("temperature_too_high",), {"rollout.temperature": 3.0}, steps=20),
+    Fault("warmup_long", ("warmup_too_long",), {"train.optimizer.warmup_steps": 100_000}, steps=30),
     Fault("groups_of_two", ("group_too_small",), {"rollout.group_size": 2}),
     Fault("critic_lr_x100", ("critic_learning_rate_too_high",), PPO | {LR_CRITIC: 0.1},
           extends=("algorithm/ppo",), steps=20),
     Fault("reward_x1000", ("reward_scale",), PPO, rewards=of_samples(lambda s, g: 1000 * right(s, g)),
           extends=("algorithm/ppo",), steps=15),
     Fault("template_wrong", ("prompts_unlike_training",), {"data.template": "=={prompt}"}, steps=15),
+    Fault("chat_template_wrong", ("prompts_unlike_training",), planted=other_chat_template, steps=15),
     Fault("tokenizer_other", ("prompts_unlike_training",), planted=other_tokenizer, steps=15),
-    Fault("service_dies", ("reward_service_fails",), planted=dying_service, steps=15),
+    Fault("service_dies", ("reward_service_fails",), planted=lambda _: own_service(dies_after=10), steps=15),
+    Fault("service_slow", ("reward_slow",), planted=lambda _: own_service(delay_s=1.0), steps=15),
     Fault("one_replica_stale", ("one_engine_differs",),
           planted=lambda _: patch("hone.assemble.workers.local_workers", two_engines), steps=30),
     Fault("disk_full", ("disk_full",), {"checkpoint.every": 2, "checkpoint.keep": 100}, planted=small_disk, steps=15),

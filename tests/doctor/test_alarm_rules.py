@@ -208,3 +208,110 @@ def test_updates_far_from_the_devices_peak(reached, used, expected):
 @pytest.mark.parametrize(("used", "names"), [(0.08, ["memory_unused"]), (0.8, []), (0.97, ["memory_nearly_full"])])
 def test_memory_that_is_not_used_or_nearly_full(used, names):
     assert [name for name, _ in alarms_of({}, {"memory/device_frac": used})] == names
+
+
+@pytest.mark.parametrize(
+    ("ratio", "kl", "cause"),
+    [
+        (0.939, 0.0046, "truncated_sampling"),  # 0.0046 + 1 - 0.939 = 0.0656, of a gap of 0.066: all of one sign
+        (0.984, 0.0196, "sampler_settings_differ"),  # 0.036: of both signs, as at another temperature
+    ],
+)
+def test_truncation_that_no_setting_names_is_seen_by_the_sign_of_the_mismatch(ratio, kl, cause):
+    line = {"train/mismatch_gap": 0.066, "train/mismatch_ratio_mean": ratio, "train/mismatch_kl": kl}
+    assert alarms_of({}, line) == [("mismatch", cause)]
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "is_found"),
+    [
+        ({}, {}, True),
+        ({"rollout/turns_mean": 2.0}, {}, False),
+        ({"rollout/unscored_frac": 0.1}, {}, False),
+        ({}, {"mask_truncated": True}, False),
+        ({}, {"rejection": "token_k1"}, False),
+    ],
+)
+def test_masked_tokens_are_abnormal_where_nothing_masks_them(line, settings, is_found):
+    masked = {"train/masked_frac": 0.16, "rollout/unscored_frac": 0.0, **line}
+    expected = [("tokens_masked", "mask_shifted")] if is_found else []
+    assert alarms_of({"algorithm": {"rejection": "none", **settings}}, masked) == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "moved", "rise", "is_found"),
+    [(32, 0.05, 0.0, True), (32, 0.05, 0.02, False), (32, 0.01, 0.0, False), (4, 0.05, 0.0, False)],
+)
+def test_a_batch_used_too_often_moves_the_policy_without_a_gain(steps, moved, rise, is_found):
+    watch = AlarmWatch({})
+    for step in range(1, 31):
+        line = {"rollout/reward_mean": 0.3 + rise * step, "rollout/reward_std": 0.4, "train/optimizer_steps": steps}
+        measured = {"train/update_kl": moved} if step <= 10 or step % 10 == 0 else {}
+        watch.add({"stage": "rl", "step": step, **line, **measured})
+    expected = [("batch_overused", "too_many_steps_per_batch", 20)] if is_found else []
+    assert [(alarm.name, alarm.cause, alarm.step) for alarm in watch.alarms] == expected
+
+
+def test_a_reward_that_stops_to_differ_at_once_has_changed_and_one_that_fades_has_not():
+    spread = {"rollout/reward_std": 0.4}
+    assert alarms_of({}, spread, {"rollout/reward_std": 0.0}, times=30) == [("reward_constant", "reward_constant")]
+    fading = [{"rollout/reward_std": 0.4 * 0.9**step} for step in range(30)]
+    assert alarms_of({}, *[spread] * 20, *fading, *[{"rollout/reward_std": 0.0}] * 5, times=1) == []
+    assert alarms_of({}, {"rollout/reward_std": 0.0}) == [], "it was so from the start"
+
+
+def test_responses_that_end_within_the_answer_are_told_from_hard_prompts():
+    line = {"rollout/all_wrong_group_frac": 1.0, "rollout/pass_rate": 0.0, "rollout/answer_tokens_mean": 6.0}
+    line["rollout/answer_pass_rate"] = 1.0
+    for tokens, cause in ((2.5, "responses_end_early"), (6.0, "prompts_too_hard")):
+        assert alarms_of({}, line | {"rollout/response_tokens_mean": tokens}) == [("all_wrong", cause)]
+
+
+@pytest.mark.parametrize("part", ["generate", "reward", "train"])
+def test_a_part_of_a_step_that_takes_half_an_hour_and_six_times_as_long_stalls(part):
+    usual = {"time/step_s": 900.0, "time/generate_s": 300.0, "time/reward_s": 300.0, "time/train_s": 300.0}
+    slow = usual | {f"time/{part}_s": 2000.0, "time/step_s": 2600.0}  # the step itself: less than three times as long
+    found = alarms_of({}, *[usual] * 20, slow, times=1)
+    names = {"generate": "sampling_stalls", "reward": "reward_stalls", "train": "training_stalls"}
+    assert ("step_stalls", names[part]) in found
+
+
+def test_conditions_name_the_other_metrics_that_they_are_about():
+    (rule,) = [rule for rule in RULES if rule.name == "importance_weights"]
+    assert rule.when.text == (
+        "below 0.3 or train/importance_std above 1 or train/importance_chi2 above 1 or train/mismatch_kl outside "
+        "-0.1 to 0.1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "accuracy", "cause"),
+    [(0.2, 0.3, "answers_wrong"), (0.5, 0.3, "prompts_too_hard"), (0.2, 0.0, "prompts_unlike_training")],
+)
+def test_wrong_answers_are_told_from_hard_prompts_by_what_the_policy_finds_likely(own, accuracy, cause):
+    line = {"rollout/all_wrong_group_frac": 1.0, "rollout/pass_rate": 0.0, "eval/accuracy": accuracy}
+    line |= {"rollout/answer_surprise": 0.7, "rollout/response_surprise": own}
+    assert alarms_of({}, line) == [("all_wrong", cause)]
+
+
+@pytest.mark.parametrize("abnormal", ["all_wrong_group_frac", "zero_std_group_frac", "truncated_frac"])
+def test_a_high_temperature_is_named_whatever_it_leads_to(abnormal):
+    line = {f"rollout/{abnormal}": 0.9, "rollout/answer_surprise": 0.1, "eval/accuracy": 0.4}
+    ((_, cause),) = alarms_of({"rollout": {"temperature": 3.0}}, line)
+    assert cause == "temperature_too_high"
+    assert alarms_of({"rollout": {"temperature": 1.0}}, line)[0][1] != cause
+
+
+@pytest.mark.parametrize(("warmup", "cause"), [(1000, "warmup_too_long"), (20, "learning_rate_too_low")])
+def test_a_learning_rate_that_is_still_rising_is_told_from_one_that_is_too_low(warmup, cause):
+    settings = {"train": {"optimizer": {"lr": 1e-4, "warmup_steps": warmup}}}
+    rates = [1e-4 * min(step / warmup, 1) for step in range(1, 41)]
+    lines = [{"train/lr": rate, "train/update_kl": 1e-8, "rollout/reward_mean": 0.3} for rate in rates]
+    assert alarms_of(settings, *lines, times=1) == [("update_too_small", cause)]
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"), [(0.73, []), (1.0, [("evaluation_seen", "evaluation_rows_in_training")])]
+)
+def test_an_evaluation_on_training_rows_is_worth_a_word(seen, expected):
+    assert alarms_of({}, {"eval/seen_frac": seen, "eval/accuracy": 0.5}) == expected

@@ -51,6 +51,18 @@ def test_a_right_run_is_ready(check):
     assert (report.figures["score: gold answers score"], report.figures["score: shuffled answers score"]) == (1, 0)
 
 
+@pytest.mark.parametrize(("shared", "is_warned"), [(0, False), (3, False), (8, True)])
+def test_evaluation_on_training_prompts_is_counted_and_warned_of(check, tmp_path, shared, is_warned):
+    others = [{"prompt": f"{a}+9=", "answer": str(a + 9)} for a in range(8)]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:shared] + others[shared:]))
+    report = check(ROWS, "data.eval=eval.jsonl")
+    counted = [line for line in report.lines if "training prompts too" in line]
+    assert counted == ([f"eval: {shared / 8:.0%} of its prompts are training prompts too"] if shared else [])
+    assert [warning.partition(", so")[0].partition("data.eval: ")[2] for warning in report.warnings] == (
+        ["100% of its prompts are training prompts too"] if is_warned else []
+    )
+
+
 def test_integer_answers_compared_with_text_are_a_problem_and_the_cause_is_named(check):
     (problem,) = check([row | {"answer": int(row["answer"])} for row in ROWS]).problems
     assert problem.startswith("reward: gold answers earn 0 on average and other rows' answers 0")

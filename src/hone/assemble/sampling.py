@@ -12,7 +12,7 @@ from hone.assemble.job import Job
 from hone.assemble.memory import engine_knobs
 from hone.config.run import RunConfig
 from hone.data.chat import Tokenizer
-from hone.data.prompts import load_prompts
+from hone.data.prompts import PromptStream, load_prompts, seen_frac
 from hone.devices import is_accelerator
 from hone.loop.evaluate import evaluate
 from hone.memory.gauges import capacity_of
@@ -143,18 +143,22 @@ def evaluation_sampling(config: RunConfig) -> Sampling:
     return replace(sampling, top_k=top_k, top_p=sampling.top_p if config.eval.top_p is None else config.eval.top_p)
 
 
-def held_out_evaluation(job: Job, engine: Engine, rewards: Rewards) -> Evaluate | None:
-    """A function that evaluates the live policy, or None when the run file names no data for it."""
+def held_out_evaluation(job: Job, engine: Engine, rewards: Rewards, train: PromptStream) -> Evaluate | None:
+    """A function that evaluates the live policy, or None when the run file names no data for it.
+
+    Args:
+        train: what the policy learns from; evaluations say how many of their prompts are among it.
+    """
     config = job.config
     if config.data.eval is None:
         return None
     stream = load_prompts(config.data, job.tokenizer, job.base_dir, seed=config.seed, part="eval", cache=job.data_cache)
     job.observer.say(f"evaluating on {stream.report}")
-    prompts = tuple(stream.rows())
+    prompts, seen = tuple(stream.rows()), seen_frac(stream.rows(), train.rows())
     sampling = evaluation_sampling(config)
 
     async def run() -> dict[str, float]:
         found = await evaluate(engine, rewards, prompts, sampling, config.eval, seed=config.seed)
-        return dict(found.metrics)
+        return {**found.metrics, "eval/seen_frac": seen}
 
     return run

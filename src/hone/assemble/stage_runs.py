@@ -109,7 +109,7 @@ async def optimise_policy(
         services={**job.services.addresses, **workers.addresses},
         elsewhere=workers.scorers,
     )
-    evaluation = held_out_evaluation(job, engine, rewards)
+    evaluation = held_out_evaluation(job, engine, rewards, prompts)
     job.observer.begin("rl", config.run.steps)
     run = PolicyRun(
         config,

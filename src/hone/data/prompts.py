@@ -73,6 +73,11 @@ class PromptStream:
                 yield replace(prompt, index=position)
 
 
+def seen_frac(rows: LazyRows[Prompt], among: LazyRows[Prompt]) -> float:
+    """Share of the rows whose prompt is also that of a row of `among`."""
+    return float(np.isin(rows.content, among.content).mean())
+
+
 def load_prompts(
     data: DataSection,
     tokenizer: Tokenizer,

@@ -125,8 +125,13 @@ def both(*conditions: Condition) -> Condition:
 
 
 def either(*conditions: Condition) -> Condition:
+    """In words, a condition on another metric than the first one's names it."""
     limits = tuple(limit for c in conditions for limit in c.limits)
-    return Condition(lambda h: any(c.holds(h) for c in conditions), " or ".join(c.text for c in conditions), limits)
+    texts = [
+        f"{c.limits[0].metric} {c.text}" if c.limits and c.limits[0].metric != limits[0].metric else c.text
+        for c in conditions
+    ]
+    return Condition(lambda h: any(c.holds(h) for c in conditions), " or ".join(texts), limits)
 
 
 def when(text: str, holds: Callable[[History], bool], *limits: Limit) -> Condition:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hone.data.pack import collate
 from hone.reward.rewards import Rewards
@@ -40,15 +41,21 @@ class Answers:
     text: Callable[[Any], str] | None = None
     limit_tokens: float = math.inf
 
-    def surprise(self, trainer: Trainer, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """`rollout/answer_surprise` and `rollout/answer_tokens_mean` over the first prompts that have answers."""
-        written = self._written(prompts)
+    def surprise(self, trainer: Trainer, groups: Sequence[Group]) -> dict[str, float]:
+        """`rollout/answer_surprise` and `rollout/answer_tokens_mean` over the first prompts that have answers, and
+        `rollout/response_surprise` over all samples."""
+        written = self._written([group.prompt for group in groups])
         if not written:
             return {}
         found = {"rollout/answer_tokens_mean": sum(len(ids) for _, ids in written) / len(written)}
+        logprobs = [sample.sampler_logprobs[_written_by_policy(sample)] for group in groups for sample in group.samples]
+        if count := sum(map(len, logprobs)):
+            total = sum(float(of_one.sum()) for of_one in logprobs)
+            found["rollout/response_surprise"] = -total / count / math.log(self.vocab_size)
         if answers := self._within_limit(written):
             batch = collate([_group(prompt, ids) for prompt, ids in answers])
-            found["rollout/answer_surprise"] = -float(trainer.logprobs(batch).mean()) / math.log(self.vocab_size)
+            logprobs_T = trainer.logprobs(batch, temperature=1.0)  # at the run's own, what is unlikely may count more
+            found["rollout/answer_surprise"] = -float(logprobs_T.mean()) / math.log(self.vocab_size)
         return found
 
     async def judged(self, rewards: Rewards, prompts: Sequence[Prompt], *, threshold: float) -> dict[str, float]:
@@ -68,6 +75,11 @@ class Answers:
 
     def _within_limit(self, written: list[tuple[Prompt, Sequence[int]]]) -> list[tuple[Prompt, Sequence[int]]]:
         return [(prompt, ids) for prompt, ids in written if len(ids) <= self.limit_tokens]
+
+
+def _written_by_policy(sample: Sample) -> NDArray[np.bool_]:
+    """(n,) which of its tokens are not an environment's."""
+    return np.ones(len(sample.token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
 
 
 def _group(prompt: Prompt, ids: Sequence[int], text: str = "") -> Group:

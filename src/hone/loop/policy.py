@@ -203,7 +203,7 @@ def collate_and_check(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, d
         batch = replace(batch, columns={**batch.columns, **score_columns(groups)})
     metrics = run.canary.compare(run.config, run.trainer.logprobs, run.observer.warn)
     if run.progress.step == 0 and run.answers is not None:
-        metrics |= run.answers.surprise(run.trainer, [group.prompt for group in groups])
+        metrics |= run.answers.surprise(run.trainer, groups)
     if run.gate_passed:
         return batch, metrics
     agreement = check_first_step(

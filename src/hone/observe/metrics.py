@@ -63,8 +63,13 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/answer_surprise": Metric(
         "ratio",
-        "Negative logprob per token of the data's answers, as responses of the policy before its first update, over "
-        "the logarithm of the vocabulary's size: 1 is a guess. First step only.",
+        "Negative logprob per token, at temperature 1, of the data's answers, as responses of the policy before its "
+        "first update, over the logarithm of the vocabulary's size: 1 is a guess. First step only.",
+    ),
+    "rollout/response_surprise": Metric(
+        "ratio",
+        "The same of the step's samples, at rollout.temperature: how sure the policy is of what it writes. First step "
+        "only.",
     ),
     "rollout/answer_tokens_mean": Metric(
         "tokens", "Mean length of the data's answers as responses, end token included. First step only."
@@ -279,6 +284,7 @@ METRICS: dict[str, Metric] = {
     "eval/accuracy[<column>=<value>]": Metric(
         "fraction", "Accuracy over the rows with this value (eval.by); `source`: of one source of data.eval."
     ),
+    "eval/seen_frac": Metric("fraction", "Evaluation prompts that are prompts of data.train too."),
     "eval/unscored_frac": Metric("fraction", "Evaluation samples without a reward."),
     "eval/pass@<k>": Metric("fraction", "Unbiased estimate of the probability that one of k samples is correct."),
     "eval/reward_mean": Metric("reward", "Mean reward of the scored evaluation samples."),

@@ -22,7 +22,7 @@ from hone.config.topology import Topology, judge_services, judges_pool, topology
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model, thinks, with_template_args
 from hone.data.lazy import SampleSize
 from hone.data.pairs import load_pairs
-from hone.data.prompts import PromptStream, load_prompts
+from hone.data.prompts import PromptStream, load_prompts, seen_frac
 from hone.data.sources import Part
 from hone.devices import device_of, visible_devices
 from hone.errors import ConfigError, DataError, PlacementError, ServiceError
@@ -45,6 +45,8 @@ from hone.types import Prompt
 PREVIEWS = 2
 SAMPLE = SampleSize(20_000)
 """Of larger sources, rows at even distances."""
+SEEN_MOST = 0.9
+"""Share of evaluation prompts that training has too, above which accuracy says little of other prompts."""
 THINKING_TOKENS = 4096
 """Responses of models that think are seldom shorter."""
 USUAL_LR = (1e-9, 1e-2)
@@ -243,6 +245,13 @@ def check_prompts(
                 check_template(config.data, config.rollout.max_response_tokens, prompts[0], tokenizer, findings)
             if "rl" in config.stages:
                 check_steps(stream, config.train.prompts_per_step, findings)
+    if len(streams) == 2 and (seen := seen_frac(streams[1].rows(), streams[0].rows())):
+        findings.lines.append(f"eval: {seen:.0%} of its prompts are training prompts too")
+        if seen > SEEN_MOST:
+            findings.warnings.append(
+                f"data.eval: {seen:.0%} of its prompts are training prompts too, so accuracy says little of others. "
+                "Evaluate on rows that training does not have"
+            )
     return streams
 
 

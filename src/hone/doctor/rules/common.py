@@ -28,8 +28,9 @@ LENGTH, TRUNCATED, CORRELATION = (
 EMPTY, SHARED = "rollout/empty_frac", "rollout/shared_response_frac"
 OF_COMPONENTS = "reward/<component>_length_corr"
 ENTROPY, NORM = "train/entropy", "train/grad_norm"
-SURPRISE, ANSWERS_PASS, ANSWER_TOKENS = (
+SURPRISE, OWN_SURPRISE, ANSWERS_PASS, ANSWER_TOKENS = (
     "rollout/answer_surprise",
+    "rollout/response_surprise",
     "rollout/answer_pass_rate",
     "rollout/answer_tokens_mean",
 )
@@ -53,7 +54,15 @@ def is_stale(h: History) -> bool:
 
 
 def is_sampling_truncated(h: History) -> bool:
-    return h.number("rollout.top_p") < 1 or h.number("rollout.top_k") > 0 or h.number("rollout.min_p") > 0
+    """By the settings; or, where the engine truncates on its own, because hardly a token is likelier to the trainer.
+
+    Of what remains after truncation every probability is larger than before. k3 is r - 1 - log(r) of the ratio r of
+    trainer to sampler, so the mean of -log(r) is the KL + 1 - the mean ratio. It is nearly the mean of |log(r)| only
+    where nearly all ratios are below 1. Another temperature makes some tokens less likely.
+    """
+    is_set = h.number("rollout.top_p") < 1 or h.number("rollout.top_k") > 0 or h.number("rollout.min_p") > 0
+    signed = h.mean("train/mismatch_kl", 3) + 1 - h.mean("train/mismatch_ratio_mean", 3)
+    return is_set or signed > 0.95 * h.mean(GAP, 3)
 
 
 def was_above_from_the_start(h: History, metric: str, limit: float) -> bool:
@@ -99,6 +108,15 @@ PROMPTS_UNLIKE_TRAINING = Cause(
     "supervised stage (sft) teaches the form.",
     applies=is_surprised,
     reads=(SURPRISE,),
+)
+TEMPERATURE_TOO_HIGH = Cause(
+    name="temperature_too_high",
+    what="at a high temperature what is sampled is nearly random.",
+    change="rollout.temperature: 1.0",
+    confirm="eval/accuracy with eval.temperature 1 is far above rollout/pass_rate. If it is as low, the temperature is "
+    "not why.",
+    applies=lambda h: h.number("rollout.temperature") > 1.5 and not is_surprised(h),
+    reads=("rollout.temperature", SURPRISE, EVAL),
 )
 ENTROPY_BONUS_TOO_LARGE = Cause(
     name="entropy_bonus_too_large",

@@ -94,6 +94,7 @@ LEARNING = (
             "reward_pays_length",
             "importance_weights",
             "critic_useless",
+            "reward_constant",
         ),
         causes=(
             TOO_FAST,
@@ -111,8 +112,8 @@ LEARNING = (
                 name="learning_rate_too_high",
                 what="training has become unstable; a learning rate that is too high is the most frequent reason.",
                 change=LOWER_LR + "; resume from the best checkpoint",
-                confirm="Which of train/grad_norm, train/entropy, response length and train/mismatch_gap left its "
-                "range first says where it began.",
+                confirm="The first of train/grad_norm, train/entropy, response length and train/mismatch_gap to leave "
+                "its range says where it began.",
                 reads=("train.optimizer.lr", NORM, ENTROPY, LENGTH, GAP),
             ),
         ),

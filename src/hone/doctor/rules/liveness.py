@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hone.doctor.rule import AlarmRule, Cause, above, both, spikes, when
+from hone.doctor.rule import AlarmRule, Cause, above, when
 from hone.doctor.rules.common import MILES, NORM, OURS, PRIME, TOO_FAST
 
+PARTS_OF_A_STEP = ("time/generate_s", "time/reward_s", "time/train_s", "time/publish_s")
 LIVENESS = (
     AlarmRule(
         name="gradient_not_finite",
@@ -103,9 +104,15 @@ LIVENESS = (
     AlarmRule(
         name="step_stalls",
         level="liveness",
-        pattern="a step took half an hour or more and six times the usual",
-        metrics=("time/step_s", "time/generate_s", "time/reward_s"),
-        when=both(spikes("time/step_s", 6), above("time/step_s", 1800)),
+        pattern="a step or a part of it took half an hour or more and six times the usual",
+        metrics=("time/step_s", *PARTS_OF_A_STEP),
+        when=when(
+            "or one of its parts above 1800 and above 6 times its median of the 50 steps before",
+            lambda h: any(
+                h.now(name) > 1800 and h.now(name) > 6 * h.median(name, 50)
+                for name in ("time/step_s", *PARTS_OF_A_STEP)
+            ),
+        ),
         of=(1, 1),
         causes=(
             Cause(
@@ -117,9 +124,17 @@ LIVENESS = (
             ),
             Cause(
                 name="sampling_stalls",
-                what="sampling or training stalled: an engine, a disk or the network.",
+                what="the samples of that step took most of the time: an engine hangs, or a response never ends.",
                 change="rollout.timeout_s: below the observed time, so that a stuck group ends",
-                confirm="trace.json shows which role was busy; hone status RUN_DIR shows replicas that restart.",
+                confirm="hone status RUN_DIR shows replicas that restart; engine/<replica>_queue_peak of one alone is "
+                "large.",
+                applies=lambda h: h.now("time/generate_s") > 0.5 * h.now("time/step_s"),
+            ),
+            Cause(
+                name="training_stalls",
+                what="the update, or publishing its weights, took most of the time: a rank, a disk or the network.",
+                change="cluster.call_timeout_s: below the observed time, so that a stuck rank is restarted",
+                confirm="trace.json shows which role was busy: a rank that waits for another, or the transport.",
             ),
         ),
         source=f"6 times its median and 30 minutes: {MILES}",

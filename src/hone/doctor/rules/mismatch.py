@@ -1,4 +1,4 @@
-"""Rules about trainer and sampler: whether they give tokens the same probabilities, and what corrects for it."""
+"""Rules about trainer and sampler: whether they give the same tokens the same probabilities."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hone.doctor.rules.common import (
     KL_UPDATE,
     NORM,
     OPENCLAW,
+    OURS,
     PRIME,
     VERL_CORRECTION,
     VERL_FAQ,
@@ -43,15 +44,47 @@ def _entropy(h: History) -> float:
     return math.inf if math.isnan(found := h.mean(ENTROPY, 5)) else found
 
 
+def _is_masked_without_reason(h: History) -> bool:
+    """Tokens are out of the loss although the policy wrote all of them and every sample was scored."""
+    is_masked_by_settings = h.key("algorithm.mask_truncated") or h.key("algorithm.rejection") not in (None, "none")
+    has_environment = bool(h.names("rollout/turns_mean"))
+    is_unscored = h.mean("rollout/unscored_frac", 5) > 0
+    return h.mean("train/masked_frac", 5) > 0.02 and not (is_masked_by_settings or has_environment or is_unscored)
+
+
 TRUNCATED_SAMPLING = Cause(
     name="truncated_sampling",
     what="the sampler draws from a truncated distribution (top_p, top_k, min_p) and the trainer does not.",
-    change="rollout.top_p: 1.0, rollout.top_k: 0, rollout.min_p: 0",
-    confirm="train/mismatch_ratio_mean is below 1 by about the probability that is cut off, from step 1.",
+    change="rollout.top_p: 1.0, rollout.top_k: 0, rollout.min_p: 0; no sampling defaults in generation_config.json",
+    confirm="train/mismatch_ratio_mean is below 1 by about the probability that is cut off, from step 1 (TRL issue "
+    "6789), and no token is likelier to the trainer. At another temperature some are.",
     applies=is_sampling_truncated,
-    reads=("rollout.top_p", "rollout.top_k", "rollout.min_p"),
+    reads=("rollout.top_p", "rollout.top_k", "rollout.min_p", "train/mismatch_ratio_mean", "train/mismatch_kl"),
 )
 MISMATCH = (
+    AlarmRule(
+        name="tokens_masked",
+        level="data",
+        pattern="tokens that the policy wrote are left out of the loss",
+        metrics=("train/masked_frac", "rollout/unscored_frac", "rollout/turns_mean"),
+        when=when(
+            "above 0.02 on average of five, without an environment, unscored samples or a setting that masks",
+            _is_masked_without_reason,
+        ),
+        causes=(
+            Cause(
+                name="mask_shifted",
+                what="the loss mask does not belong to the tokens beside it: shifted by one, of another chat template, "
+                "or without the end token.",
+                change="what makes the mask (Sample.loss_mask, a patch, a callback): one entry per response token, "
+                "true where the policy wrote it",
+                confirm="train/masked_frac is about 1 / rollout/response_tokens_mean where one token of each response "
+                "is missing. Without what makes the mask it is 0.",
+                reads=("rollout/response_tokens_mean",),
+            ),
+        ),
+        source=OURS,
+    ),
     AlarmRule(
         name="mismatch",
         level="optimisation",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hone.doctor.history import History
+from hone.doctor.history import RECENT, History
 from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, outside, when
 from hone.doctor.rules.common import (
     ENTROPY,
@@ -34,6 +34,18 @@ def _kl_dominates(h: History) -> bool:
     is_large = h.mean("train/kl_ref", 5) * coefficient > 0.3 * spread
     is_held = coefficient > 3 * spread and h.count(REWARD) >= 20 and not is_rising_by_std(h)
     return spread > 0 and (is_large or is_held)
+
+
+def _is_overused(h: History) -> bool:
+    """Many optimizer steps for each batch move the policy, and the reward of the last ten steps is not above that of
+    the first five."""
+    rewards = h.recent(REWARD, RECENT)
+    if h.count(REWARD) == len(rewards):
+        rise = h.mean(REWARD, 10) - sum(rewards[:5]) / 5
+        is_rising = rise > 0.2 * h.base("rollout/reward_std")
+    else:
+        is_rising = is_rising_by_std(h)
+    return h.now("train/optimizer_steps") > 8 and h.mean(KL_UPDATE, 10) > 0.03 and not is_rising
 
 
 KL_COEFFICIENT_VANISHED = Cause(
@@ -100,6 +112,17 @@ POLICY = (
         silenced_by=("all_wrong", "all_right", "no_signal", "truncation", "rewards_fail"),
         causes=(
             Cause(
+                name="warmup_too_long",
+                what="the warm-up is so long that the learning rate is still below a tenth of its value.",
+                change="train.optimizer.warmup_steps: 20, or 5 % of the run's optimizer steps",
+                confirm="train/lr and train/update_kl rise in every step. If train/lr is constant, it is too low.",
+                applies=lambda h: (
+                    h.now("train/lr") < 0.1 * h.number("train.optimizer.lr")
+                    and h.step < h.number("train.optimizer.warmup_steps")
+                ),
+                reads=("train/lr", "train.optimizer.lr", "train.optimizer.warmup_steps"),
+            ),
+            Cause(
                 name="learning_rate_too_low",
                 what="the learning rate is too low for the observed change of logprobs.",
                 change="train.optimizer.lr: ten times it (1e-6 suits billions of parameters, 1e-4 an adapter, 1e-3 a "
@@ -110,6 +133,22 @@ POLICY = (
             ),
         ),
         source=OURS,
+    ),
+    AlarmRule(
+        name="batch_overused",
+        level="optimisation",
+        pattern="many optimizer steps for each batch move the policy, and the reward does not rise",
+        metrics=(KL_UPDATE, "train/optimizer_steps", REWARD),
+        when=when(
+            "above 0.03 on average of the last ten measured, with more than 8 optimizer steps, and a reward that has "
+            "not risen since the first five steps",
+            _is_overused,
+        ),
+        of=(1, 1),
+        after=10,
+        silenced_by=("mismatch", "update_too_large", "accuracy_lost", "all_wrong", "all_right"),
+        causes=(replace(TOO_MANY_STEPS, applies=lambda _: True),),
+        source=f"below 0.01 per update is stable: {TINKER}; 0.03 and 8 steps ours",
     ),
     AlarmRule(
         name="clip_fraction",
@@ -250,9 +289,9 @@ POLICY = (
         pattern="the policy is far from the reference",
         metrics=("train/kl_ref", "train/kl_coef"),
         when=when(
-            "above 1 on average of twenty while the reward does not rise",
-            lambda h: h.mean("train/kl_ref", 20) > 1 and not is_rising_by_std(h),
-            Limit("train/kl_ref", high=1),
+            "above 0.5 on average of twenty while the reward does not rise",
+            lambda h: h.mean("train/kl_ref", 20) > 0.5 and not is_rising_by_std(h),
+            Limit("train/kl_ref", high=0.5),
         ),
         of=(5, 5),
         after=20,
@@ -261,7 +300,7 @@ POLICY = (
             KL_COEFFICIENT_VANISHED,
             DRIFT,
         ),
-        source=f"up to 0.5: {USUAL}; open-r1 issue 257; 1 ours, because healthy runs of small models reach 0.8",
+        source=f"up to 0.5: {USUAL}; open-r1 issue 257",
     ),
     AlarmRule(
         name="kl_dominates",

@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
-from hone.doctor.history import History
+from hone.doctor.history import RECENT, History
 from hone.doctor.rule import AlarmRule, Cause, when
 from hone.doctor.rules.common import CORRELATION, LENGTH, OF_COMPONENTS, OURS, REWARD, is_flat, pays_length
 
+SPREAD = "rollout/reward_std"
+
+
+def _became_constant(h: History) -> bool:
+    """The standard deviation of the rewards fell to 0 at once, not little by little in the ten steps before."""
+    values = h.recent(SPREAD, RECENT)
+    still = next((place for place, value in enumerate(reversed(values)) if value), len(values))
+    before = values[-still - 10 : len(values) - still]
+    return still >= 3 and len(before) == 10 and min(before) > 0.4 * max(before)
+
+
 REWARDS = (
+    AlarmRule(
+        name="reward_constant",
+        level="data",
+        pattern="from one step to the next, all samples have the same reward",
+        metrics=(SPREAD, REWARD),
+        when=when(
+            "exactly 0 in three steps, and in the ten before them never below 0.4 of the largest", _became_constant
+        ),
+        of=(1, 1),
+        after=12,
+        causes=(
+            Cause(
+                name="reward_constant",
+                what="the reward has changed, not the policy: its service, its parser, a threshold or a file that it "
+                "reads. A policy loses or learns a task in more than one step.",
+                change="reward.components: what changed at that step; hone check RUN.yaml scores real rows",
+                confirm="Score a right and a wrong response: the scores are equal. If they differ, compare the "
+                "responses in samples/ before and after that step.",
+                reads=("reward/<component>_mean", "reward/<component>_std"),
+            ),
+        ),
+        source=OURS,
+    ),
     AlarmRule(
         name="reward_pays_length",
         level="data",

@@ -19,6 +19,25 @@ def _is_clip_idle(h: History) -> bool:
 
 TUNING = (
     AlarmRule(
+        name="evaluation_seen",
+        level="tuning",
+        pattern="the evaluation asks what training asks",
+        metrics=("eval/seen_frac", "eval/accuracy"),
+        when=above("eval/seen_frac", 0.9),
+        of=(1, 1),
+        causes=(
+            Cause(
+                name="evaluation_rows_in_training",
+                what="nearly all evaluation prompts are training prompts too: accuracy says nothing of others, and "
+                "memorised answers look like progress.",
+                change="data.eval: rows that data.train does not have",
+                confirm="hone check RUN.yaml counts them. On other rows accuracy may be lower.",
+                reads=("data.train", "data.eval"),
+            ),
+        ),
+        source=OURS,
+    ),
+    AlarmRule(
         name="gradient_noisy",
         level="tuning",
         pattern="the gradient is mostly noise at this number of samples per step",
@@ -248,9 +267,9 @@ TUNING = (
     AlarmRule(
         name="memory_nearly_full",
         level="tuning",
-        pattern="device memory is nearly full",
+        pattern="more of the device's memory is used than leaves room for a longer batch",
         metrics=("memory/device_frac",),
-        when=above("memory/device_frac", 0.95),
+        when=above("memory/device_frac", 0.85),
         causes=(
             Cause(
                 name="memory_tight",
@@ -260,7 +279,7 @@ TUNING = (
                 reads=("train.tokens_per_microbatch",),
             ),
         ),
-        source="75 to 85 % is well used (docs/memory.md); 95 % ours",
+        source="75 to 85 % is well used (docs/memory.md)",
     ),
     AlarmRule(
         name="memory_unused",
