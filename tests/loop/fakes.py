@@ -138,6 +138,9 @@ class Trainer:
     def logprobs(self, batch, *, reference=False, temperature=None):
         return batch.sampler_logprobs_T
 
+    def logprobs_and_entropies(self, batch):
+        return batch.sampler_logprobs_T, -batch.sampler_logprobs_T
+
     def measure(self, batch, needs):
         return measured(self, batch, needs)
 

@@ -34,6 +34,10 @@ class Dying:
         self.may_die("logprobs")
         return self._trainer.logprobs(batch, **options)
 
+    def logprobs_and_entropies(self, batch):
+        self.may_die("logprobs")
+        return self._trainer.logprobs_and_entropies(batch)
+
     def measure(self, batch, needs):
         self.may_die("logprobs")
         return self._trainer.measure(batch, needs)

@@ -67,7 +67,7 @@ def test_any_float32_logprob_comes_back_to_the_bit(tmp_path, background):
 
 
 def test_figures_of_tokens_come_back_rounded_and_only_where_they_are_known(tmp_path, background):
-    known = TokenFigures(np.array([0.5, -1e9]), np.array([1.234567e-3, math.nan]))
+    known = TokenFigures(np.array([0.5, -1e9]), np.array([1.234567e-3, math.nan]), np.array([0.75, 0.0]))
     recorder(tmp_path, background).record(
         "rl", 1, [make_group()], [[1.0, -1.0]], lambda places: [TokenFigures(), known]
     )
@@ -75,6 +75,7 @@ def test_figures_of_tokens_come_back_rounded_and_only_where_they_are_known(tmp_p
     first, second = read_samples(tmp_path, 1)
     assert first.figures.advantages_T is None and first.figures.mismatch_T is None
     assert second.figures.advantages_T.tolist() == [0.5, -65504.0]
+    assert first.figures.entropy_T is None and second.figures.entropy_T.tolist() == [0.75, 0.0]
     assert second.figures.mismatch_T == pytest.approx([1.234567e-3, math.nan], rel=2**-11, nan_ok=True)
 
 

@@ -76,9 +76,11 @@ def test_a_reader_opens_a_run_searches_and_sees_new_steps(server, tmp_path):
 
         assert "Mean 0." in tokens_by("surprisal")
         assert "-0.5 at every token" in tokens_by("advantage") or "0.5 at every token" in tokens_by("advantage")
-        assert "are not known" in tokens_by("mismatch")
+        assert "are not known" in tokens_by("entropy") and "are not known" in tokens_by("mismatch")
         browser.run("[...document.querySelectorAll('tr.sample')].at(-2).click()")
         assert "0.25 at every token" in browser.run("document.querySelector('#rows').textContent")
+        tokens_by("entropy")
+        assert "0.75 at every token" in browser.run("document.querySelector('#rows').textContent")
 
         browser.run("document.querySelector('.plot').focus()")
         for key in ("Home", "ArrowRight"):
@@ -137,7 +139,7 @@ def test_pages_are_accessible(server, tmp_path, theme):
             browser.run("document.querySelectorAll('details').forEach(node => { node.open = true; })")
             browser.run("document.querySelector('tr.sample') && document.querySelector('tr.sample').click()")
             browser.run(AXE)
-            for shade in ("surprisal", "advantage", "mismatch") if "run" in page else ("",):
+            for shade in ("surprisal", "entropy", "advantage", "mismatch") if "run" in page else ("",):
                 if shade:
                     browser.run(f"byId('shade').value = '{shade}'; byId('shade').dispatchEvent(new Event('input'))")
                 found = browser.run(

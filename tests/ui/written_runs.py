@@ -36,7 +36,7 @@ def write_run(folder: Path, steps: int = 12, lr: float = 1e-3) -> Observer:
 
 
 def add_steps(observer: Observer, first: int, last: int) -> None:
-    figures = [TokenFigures(mismatch_T=np.full(2, 0.25)), *[TokenFigures()] * 3]
+    figures = [TokenFigures(mismatch_T=np.full(2, 0.25), entropy_T=np.full(2, 0.75)), *[TokenFigures()] * 3]
     for step in range(first, last + 1):
         groups = [make_group(0, rewards=(1.0, 1.0)), make_group(1, texts=("4", "<b>22</b>"), rewards=(0.0, 1.0))]
         observer.record("rl", step, groups, [[0.0, 0.0], [-0.5, 0.5]], lambda places: figures)

@@ -161,6 +161,10 @@ class RemoteTrainer(RemoteLearner):
         group = self._reference if reference else self._policy
         return self._call(group, "logprobs", shared(batch), reference=reference, temperature=temperature)
 
+    def logprobs_and_entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Trainer.logprobs_and_entropies`."""
+        return self._call(self._policy, "logprobs_and_entropies", shared(batch))
+
     def values(self, batch: Batch) -> Tensor:
         """See `Trainer.values`."""
         return self._call(self._critic, "values", shared(batch))

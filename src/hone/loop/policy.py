@@ -45,12 +45,14 @@ class Movement:
     batch: Batch
     before_T: Tensor
     """(T,) logprobs of the batch's tokens before the update."""
+    entropy_T: Tensor
+    """(T,) entropies there, for the record."""
 
     @classmethod
     def begin(cls, trainer: Trainer, batch: Batch) -> Movement:
-        """Before the update: keep the logprobs of the first prompts' samples."""
+        """Before the update: keep the logprobs and entropies of the first prompts' samples."""
         few = first_prompts(batch, max(1, len(batch.prompts) // MEASURED_SHARE))
-        return cls(trainer, few, trainer.logprobs(few))
+        return cls(trainer, few, *trainer.logprobs_and_entropies(few))
 
     def end(self) -> dict[str, float]:
         """After the update: `train/update_kl`, the k3 estimate of KL(before || after) in nats per token."""
@@ -238,23 +240,33 @@ def learn(run: PolicyRun, batch: Batch) -> tuple[Batch, dict[str, float]]:
     if run.utilisation is not None and (tokens := metrics["train/tokens"]):
         metrics["train/mfu"] = run.utilisation.reached(batch, tokens, now() - started)
     metrics |= movement.end() if movement else {}
-    batch = with_trainer_logprobs(batch, movement)
+    batch = with_trainer_columns(batch, movement)
     more, alarm = algorithm.after_update(batch, metrics)
     if alarm is not None:
         run.observer.warn(alarm)
     return batch, metrics | more
 
 
-def with_trainer_logprobs(batch: Batch, movement: Movement | None) -> Batch:
-    """The batch with what this update computed of the trainer's logprobs before it, for the record: of all samples if
-    the algorithm needed them, otherwise of those that the movement is measured on."""
+def with_trainer_columns(batch: Batch, movement: Movement | None) -> Batch:
+    """The batch with what this update computed of the policy before it, for the record; NaN where it did not.
+
+    Entropies are of the samples that the movement is measured on, logprobs of those too, or of all samples if the
+    algorithm needed them.
+    """
+    if movement is not None:
+        batch = batch.with_column("policy_entropy_T", _of_the_first(movement.entropy_T, batch))
     if (old_T := batch.columns.get("old_logprobs_T")) is not None:
         return batch.with_column("trainer_logprobs_T", old_T)
-    if movement is None:
-        return batch
+    return (
+        batch if movement is None else batch.with_column("trainer_logprobs_T", _of_the_first(movement.before_T, batch))
+    )
+
+
+def _of_the_first(value_T: Tensor, batch: Batch) -> Tensor:
+    """(T,) of a batch: values of its first tokens, and NaN for the others."""
     known_T = torch.full_like(batch.sampler_logprobs_T, math.nan)
-    known_T[: len(movement.before_T)] = movement.before_T.to(known_T)
-    return batch.with_column("trainer_logprobs_T", known_T)
+    known_T[: len(value_T)] = value_T.to(known_T)
+    return known_T
 
 
 async def evaluate_if_due(run: PolicyRun) -> bool:

@@ -245,7 +245,8 @@ class PolicyRun(Stage[Trainer]):
 
 def token_figures(batch: Batch, prompts: Sequence[int]) -> list[TokenFigures]:
     """What is known of the tokens of each sample of these prompts: advantages where they differ within the sample, and
-    mismatch of samples whose logprobs the trainer computed (column `trainer_logprobs_T`, NaN for others)."""
+    mismatch and entropy where the trainer computed them (columns `trainer_logprobs_T` and `policy_entropy_T`, NaN for
+    other samples)."""
     shape = Shape.of(batch)
     samples = np.flatnonzero(np.isin(shape.prompt_S, prompts))
     length_S, tokens = shape.length_S[samples], shape.tokens_of(samples)
@@ -257,13 +258,18 @@ def token_figures(batch: Batch, prompts: Sequence[int]) -> list[TokenFigures]:
     advantage_T = np.where(has_loss_T, chosen(batch.columns["advantages_T"]), np.nan)
     highest_S, lowest_S = (_of_samples(reduce, advantage_T, length_S) for reduce in (np.fmax, np.fmin))
     advantages = _cut(advantage_T, length_S, highest_S > lowest_S)  # NaN, without a token with a loss, is not above NaN
-    mismatches: list[NDArray[Any] | None] = [None] * len(advantages)
-    if (trainer_T := batch.columns.get("trainer_logprobs_T")) is not None:
-        gap_T = chosen(batch.sampler_logprobs_T) - chosen(trainer_T)
-        is_known_T = has_loss_T & np.isfinite(gap_T)
+
+    def known(name: str, of: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> list[NDArray[Any] | None]:
+        if (column_T := batch.columns.get(name)) is None:
+            return [None] * len(samples)
+        value_T = of(chosen(column_T))
+        is_known_T = has_loss_T & np.isfinite(value_T)
         num_known_S = _of_samples(np.add, is_known_T.astype(np.float64), length_S)
-        mismatches = _cut(np.where(is_known_T, gap_T, np.nan), length_S, num_known_S > 0)
-    return [TokenFigures(*pair) for pair in zip(advantages, mismatches, strict=True)]
+        return _cut(np.where(is_known_T, value_T, np.nan), length_S, num_known_S > 0)
+
+    mismatches = known("trainer_logprobs_T", lambda trainer_T: chosen(batch.sampler_logprobs_T) - trainer_T)
+    entropies = known("policy_entropy_T", lambda entropy_T: entropy_T)
+    return [TokenFigures(*of_one) for of_one in zip(advantages, mismatches, entropies, strict=True)]
 
 
 def sample_advantages(batch: Batch) -> list[float]:

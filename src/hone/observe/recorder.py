@@ -46,6 +46,8 @@ class TokenFigures:
     """None where every token has the sample's advantage."""
     mismatch_T: NDArray[np.float32] | None = None
     """The sampler's logprob minus the trainer's, before the update. None where the trainer's were not computed."""
+    entropy_T: NDArray[np.float32] | None = None
+    """Entropy of the policy before the update, nats. None where it was not computed."""
 
 
 FiguresOf = Callable[[Sequence[int]], Sequence[TokenFigures]]
@@ -275,6 +277,7 @@ def _encode(group: Group, advantages: Sequence[float] | None, figures: Sequence[
     for name, values in (
         ("token_advantages", [f.advantages_T for f in figures]),
         ("token_mismatch", [f.mismatch_T for f in figures]),
+        ("token_entropy", [f.entropy_T for f in figures]),
     ):
         if any(value_T is not None for value_T in values):
             columns[name] = [
@@ -351,7 +354,7 @@ def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSamp
                 faults=faults,
                 reward=at("rewards", i),
                 advantage=at("advantages", i),
-                figures=TokenFigures(figure("token_advantages", i), figure("token_mismatch", i)),
+                figures=TokenFigures(*(figure(f"token_{name}", i) for name in ("advantages", "mismatch", "entropy"))),
                 pictures=tuple(line.get("pictures", ())),
             )
         )

@@ -371,6 +371,8 @@ def sample_rows(
                 row["advantages"] = _rounded(recorded.figures.advantages_T, 3)
             if recorded.figures.mismatch_T is not None:
                 row["mismatch"] = _rounded(recorded.figures.mismatch_T, 4)
+            if recorded.figures.entropy_T is not None:
+                row["entropy"] = _rounded(recorded.figures.entropy_T, 3)
         rows.append(row)
     return rows
 

@@ -92,6 +92,10 @@ class PolicyTrainer(Learner[CausalModel]):
         """(T,) float32 logprobs of the batch's tokens; see `Trainer.logprobs`."""
         return self.passes.logprobs(self.model, batch, temperature)
 
+    def logprobs_and_entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Trainer.logprobs_and_entropies`."""
+        return self.passes.logprobs_and_entropies(self.model, batch)
+
     def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
         """Learn from a batch, in optimizer steps of these samples each.
 
@@ -99,7 +103,7 @@ class PolicyTrainer(Learner[CausalModel]):
         """
         needs_old = len(steps) > 1 and "old_logprobs" in algorithm.needs and "old_logprobs_T" not in batch.columns
         if needs_old or algorithm.picks_by_entropy:
-            logprobs_T, entropy_T = self.passes.logprobs_and_entropies(self.model, batch)
+            logprobs_T, entropy_T = self.logprobs_and_entropies(batch)
             batch = batch.with_column("old_logprobs_T", logprobs_T) if needs_old else batch
             batch = algorithm.keep_uncertain(batch, entropy_T) if algorithm.picks_by_entropy else batch
         prepared = self._prepare(batch, algorithm)

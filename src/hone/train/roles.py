@@ -105,6 +105,10 @@ class Roles:
             raise ValueError("this trainer was made without a reference: the algorithm does not need one")
         return self.reference.logprobs(batch, temperature=temperature)
 
+    def logprobs_and_entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Trainer.logprobs_and_entropies`."""
+        return self.policy.logprobs_and_entropies(batch)
+
     def values(self, batch: Batch) -> Tensor:
         """(T,) float32; see `Trainer.values`."""
         if self.critic is None:

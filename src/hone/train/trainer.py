@@ -72,6 +72,10 @@ class Trainer(Checkpointable, Protocol):
         """
         ...
 
+    def logprobs_and_entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`logprobs` of the policy, and (T,) float32 its entropies at these tokens in nats, by the same pass."""
+        ...
+
     def values(self, batch: Batch) -> Tensor:
         """(T,) float32 value of the state before each of the batch's tokens; only with a critic."""
         ...

@@ -322,12 +322,18 @@ function detailRow(s) {
   return row;
 }
 
+const NOT_KEPT = "are not known: they are kept of the first sixteenth of the prompts in the first ten updates and in every tenth";
 // What tokens are coloured by: values of a sample's tokens, null where unknown; `near` is a value that is half as strong
 // as the strongest colour. Signed values are green and solid above 0, red and dashed below.
 const SHADES = {
   surprisal: {
-    what: "surprisal, minus the sampler's logprob in nats; its mean is an estimate of the entropy", near: 1.4,
+    what: "surprisal, minus the sampler's logprob in nats; its mean is an estimate of the entropy", near: 1.4, more: "less likely",
     values: s => s.logprobs.map(p => p === null ? null : -p),
+  },
+  entropy: {
+    what: "entropy of the policy at the token, in nats", near: 0.7, more: "less certain",
+    values: s => s.entropy || null,
+    missing: `The entropies of this sample ${NOT_KEPT}.`,
   },
   advantage: {
     what: "advantage", near: 0.5, signed: ["reinforced", "made less likely"],
@@ -337,7 +343,7 @@ const SHADES = {
   mismatch: {
     what: "mismatch, the sampler's logprob minus the trainer's in nats", near: 0.03, signed: ["likelier for the sampler", "likelier for the trainer"],
     values: s => s.mismatch || null,
-    missing: "The trainer's logprobs of this sample are not known: they are kept of the first sixteenth of the prompts in the first ten updates and in every tenth, and of all prompts where the algorithm computes them beforehand.",
+    missing: `The trainer's logprobs of this sample ${NOT_KEPT}, and of all prompts where the algorithm computes them beforehand.`,
   },
 };
 
@@ -350,7 +356,7 @@ function shadeStyle(value, { near, signed }) {
 function shadeLegend(shade) {
   const steps = shade.signed ? [-4, -1, 1, 4] : [0.25, 1, 2, 4];
   const marks = steps.map(step => `<span class="mono mark" style="${shadeStyle(step * shade.near, shade)}">&nbsp;${number(step * shade.near)}&nbsp;</span>`);
-  const signs = shade.signed ? ` Above 0, underlined: ${shade.signed[0]}; below, underlined with dashes: ${shade.signed[1]}.` : " The redder, the less likely.";
+  const signs = shade.signed ? ` Above 0, underlined: ${shade.signed[0]}; below, underlined with dashes: ${shade.signed[1]}.` : ` The redder, the ${shade.more}.`;
   return `<div class="note">Colour: ${esc(shade.what)}. ${marks.join(" ")}${signs}</div>`;
 }
 
@@ -366,7 +372,7 @@ function tokenView(s) {
   const figure = (name, value) => value === null || value === undefined ? "" : ` · ${name} ${number(value)}`;
   const tokens = texts.map((text, i) => {
     const p = s.logprobs[i], advantage = SHADES.advantage.values(s), value = values && values[i];
-    const title = `token ${i + 1}, id ${s.token_ids[i]} · logprob ${p === null ? "not finite" : `${p} · probability ${number(Math.exp(p))}`}${figure("advantage", advantage && advantage[i])}${figure("mismatch", s.mismatch && s.mismatch[i])}`;
+    const title = `token ${i + 1}, id ${s.token_ids[i]} · logprob ${p === null ? "not finite" : `${p} · probability ${number(Math.exp(p))}`}${figure("advantage", advantage && advantage[i])}${figure("entropy", s.entropy && s.entropy[i])}${figure("mismatch", s.mismatch && s.mismatch[i])}`;
     return `<span style="${value === null || value === undefined ? "" : shadeStyle(value, shade)}" title="${esc(title)}">${esc(text) || "◦"}</span>`;
   });
   return `${values ? shadeLegend(shade) : `<div class="note">${shade.missing}</div>`}<div class="tokens mono">${tokens.join("")}</div>${values ? inNumbers(values, texts) : ""}`;
