@@ -7,6 +7,7 @@ import torch
 from tiny_engines import letters, random_prompts, request, tiny_model
 from torch.overrides import TorchFunctionMode
 
+from hone.model.hf import TransformersModel
 from hone.plan.kv_cache import CacheRoom
 from hone.rollout.local import make_stepper, whole_room
 from hone.rollout.rows import RowJob
@@ -27,23 +28,27 @@ WAITING = {
 
 
 class Waits(TorchFunctionMode):
-    """Counts what would wait for a GPU, or copy to it and wait. Works on a CPU: it looks at calls, not at devices."""
+    """Counts what would wait for a GPU, or copy to it and wait. Works on a CPU: it looks at calls, not at devices.
 
-    def __init__(self):
+    Args:
+        moves: whether calls of `to` with a device count; a library makes them of tensors that are there already.
+    """
+
+    def __init__(self, *, moves=True):
         super().__init__()
-        self.counts = Counter()
+        self.counts, self.moves = Counter(), moves
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         moves = name == "to" and any(isinstance(one, torch.device | str) for one in (*args[1:], kwargs.get("device")))
         makes = name in ("tensor", "as_tensor") and "device" in kwargs
-        if name in WAITING or makes or (moves and not kwargs.get("non_blocking")):
+        if name in WAITING or makes or (self.moves and moves and not kwargs.get("non_blocking")):
             self.counts[name] += 1
         return func(*args, **kwargs)
 
 
-def counted(model, requests, room=None):
+def counted(model, requests, room=None, *, moves=True):
     """(waits of each step, rows of each step)."""
     room = room or whole_room(model, 32)
     scheduler, steps = Scheduler(make_stepper(model, 32, 64, room), letters, 32), []
@@ -51,7 +56,7 @@ def counted(model, requests, room=None):
         scheduler.add(RowJob(one, one.sampling.max_tokens, (0,)))
     with torch.no_grad():
         while not scheduler.idle:
-            with Waits() as waits:
+            with Waits(moves=moves) as waits:
                 scheduler.step(0)
             steps.append(waits.counts)
     return steps, scheduler
@@ -74,4 +79,27 @@ def test_samples_that_leave_and_come_back_wait_for_nothing_more():
     asked = [request(p, index=i, samples=6, max_tokens=60) for i, p in enumerate(random_prompts(4))]
     steps, scheduler = counted(tiny_model(), asked, CacheRoom(20, 60, prompts=8, samples=32, most_tokens=250))
     assert scheduler.preempted
+    assert {tuple(step.items()) for step in steps} == {(("cpu", 1),)}
+
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+CLASSES = {
+    "gpt_neox": {},
+    "qwen3_moe": EXPERTS,
+    "gemma3_text": {"sliding_window": 8},
+    "gpt_oss": {**EXPERTS, "sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "alike"])
+def test_transformers_classes_wait_no_more(model_type, padded):
+    """Whether rows have padding is known on the host, so no mask is looked at. A wave begins with its prompts."""
+    model = tiny_model("llama", model_type=model_type, head_dim=16, **CLASSES[model_type])
+    assert isinstance(model, TransformersModel)
+    prompts = random_prompts(4)
+    prompts = prompts if padded else [(prompts[0] * 9)[:7]] * 4
+    asked = [request(p, index=i, samples=4, max_tokens=9 + i) for i, p in enumerate(prompts)]
+    (_, *steps), _ = counted(model, asked, moves=False)
+    assert len(steps) > 8
     assert {tuple(step.items()) for step in steps} == {(("cpu", 1),)}

@@ -46,6 +46,8 @@ class _CurrentAttention(threading.local):
     """What this thread's forward pass attends by; None: there is no layout."""
 
     attend: Callable[..., Tensor] | None = None
+    has_padding: bool | None = None
+    """Without a layout, whether rows have padding; None: the class looks itself, for which the host waits."""
 
 
 _current = _CurrentAttention()
@@ -59,6 +61,16 @@ def over_layout(attend: Callable[..., Tensor]) -> Iterator[None]:
         yield
     finally:
         _current.attend = before
+
+
+@contextmanager
+def over_rows(*, has_padding: bool) -> Iterator[None]:
+    """Inside, a model of `attend_over_layouts` computes rows of which the host knows whether any has padding."""
+    before, _current.has_padding = _current.has_padding, has_padding
+    try:
+        yield
+    finally:
+        _current.has_padding = before
 
 
 def why_rows(hf: PreTrainedModel, body: nn.Module) -> str | None:
@@ -98,8 +110,23 @@ def _mask_around(base: str) -> Callable[..., Any]:
     from transformers.masking_utils import AttentionMaskInterface
 
     plain: Any = AttentionMaskInterface()[base]
+    truths: Any = AttentionMaskInterface()["sdpa"]
+
+    def of_rows(arguments: dict[str, Any]) -> Any:
+        """As the class has it, without a look at the mask's numbers: what it would find is known."""
+        if not _current.has_padding:
+            arguments["attention_mask"] = None
+        elif base == "sdpa":
+            arguments["allow_is_causal_skip"] = False
+        if base == "sdpa":
+            return plain(**arguments)
+        dtype = arguments.pop("dtype")
+        seen = truths(**arguments | {"allow_is_causal_skip": False})
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
     def mask(*, local_size: int | None = None, use_vmap: bool = False, **arguments: Any) -> Any:
+        if _current.attend is None and _current.has_padding is not None and not use_vmap:
+            return of_rows({"local_size": local_size, **arguments})
         if _current.attend is None:
             return plain(local_size=local_size, use_vmap=use_vmap, **arguments)
         if use_vmap:  # the class brings a mask function of its own

@@ -1,6 +1,7 @@
 """Stepper for any Transformers model: its own forward and its own cache, left-padded rows, in waves.
 
-Correct rather than fast: rows start together, and the next wave starts when the last row of one has finished.
+Correct rather than fast: rows start together, and the next wave starts when the last row of one has finished. The host
+waits for the device once a token, but for classes whose masks are their own (`hf.why_rows`), which look at them.
 A prompt is still computed once per wave; its keys and values, and the states of layers that have states instead, are
 then copied to its rows.
 """
@@ -20,6 +21,7 @@ from transformers import Cache, DynamicCache
 
 from hone.errors import DataError
 from hone.model.hf import TransformersModel, no_pictures
+from hone.model.layout_attention import over_rows
 from hone.model.vision import with_pictures
 from hone.plan.kv_cache import CacheRoom
 from hone.rollout.engine import CacheUse
@@ -90,6 +92,7 @@ class TransformersStepper:
         used, which_B = np.unique(np.array(prompt_ids), return_inverse=True)
         prompts, pictures = zip(*(self._prompts[prompt_id] for prompt_id in used.tolist()), strict=True)
         width = max(map(len, prompts))
+        self._padding_B = np.array([width - len(prompt) for prompt in prompts])
         real_NP = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         token_NP = torch.tensor([[0] * (width - len(p)) + p.tolist() for p in prompts], device=device)
         row_B = upload(which_B, device)
@@ -104,7 +107,7 @@ class TransformersStepper:
             of_prompts = [own[width - len(prompt) :].copy() for own, prompt in zip(each, prompts, strict=True)]
             self._routing = RowRouting([of_prompts[number] for number in which_B], self._experts_NLK)
         self._select(row_B)
-        self._real_BW = real_NP[row_B]
+        self._real_BW, self._padding_B = real_NP[row_B], self._padding_B[which_B]
         return logits_NV[row_B]
 
     def _see(self, token_NP: Tensor, real_NP: Tensor, pictures: Sequence[tuple[Picture, ...]]) -> Tensor:
@@ -135,7 +138,7 @@ class TransformersStepper:
         order[target] = source
         row_B = upload(order, self._real_BW.device)
         self._select(row_B)
-        self._real_BW = self._real_BW[row_B]
+        self._real_BW, self._padding_B = self._real_BW[row_B], self._padding_B[order]
         if self._routing is not None:
             self._routing.move(target, source, count)
 
@@ -160,12 +163,13 @@ class TransformersStepper:
 
     def _compute(self, **inputs: Any) -> Tensor:
         """Logits after the last tokens; keeps the experts of all of them if they are recorded."""
-        if not self._records_routing:
-            out = self._model.body(use_cache=True, **inputs)
-        else:
-            with self._model.routing.recording() as taken:
+        with over_rows(has_padding=bool(self._padding_B.any())):
+            if not self._records_routing:
                 out = self._model.body(use_cache=True, **inputs)
-                self._experts_NLK = taken()
+            else:
+                with self._model.routing.recording() as taken:
+                    out = self._model.body(use_cache=True, **inputs)
+                    self._experts_NLK = taken()
         return self._model.logits(self._model.last_hidden(out)[:, -1])
 
     def _select(self, row_B: Tensor) -> None:
@@ -176,6 +180,7 @@ class TransformersStepper:
     def _forget_rows(self) -> None:
         self._cache = DynamicCache()
         self._real_BW = torch.zeros(0, 0, dtype=torch.int64)
+        self._padding_B = np.zeros(0, np.int64)  # tokens in front of each row's prompt, on the host
         self._shift_B = torch.zeros(0, dtype=torch.int64)  # of positions: pictures take fewer than they have tokens
         self._routing: RowRouting | None = None
         self._experts_NLK: Experts | None = None  # of all tokens of the newest pass

@@ -15,8 +15,10 @@ from hone.devices import devices_here, give_back_memory, module_of
 from hone.memory.gauges import GIB
 from hone.model.hf import TransformersModel
 from hone.model.load import init_model
+from hone.tools.acceptance.decoding import WATCHED_TOKENS, rollout, use_of_steps
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
+    NO_ACCELERATOR,
     PartSetting,
     make_algorithm,
     make_trainer,
@@ -62,6 +64,7 @@ def classes(setting: PartSetting) -> Iterator[Figure]:
         shape = {"model_type": model_type, **sizes, **more}
         yield from numbers_of(setting, shape, dtype)
         yield from ways_of(setting, shape, dtype)
+        yield from steps_of(setting, shape, dtype)
         give_back_memory()
 
 
@@ -138,6 +141,17 @@ def ways_of(setting: PartSetting, shape: Mapping[str, Any], dtype: str) -> Itera
     compiled = cost(setting, shape, dtype, batch, is_compiled=True)
     yield Figure("classes", "class_compiled_ratio", compiled.seconds / one_row.seconds, case)
     yield Figure("classes", "class_compiled_difference", abs(compiled.grad_norm / one_row.grad_norm - 1), case)
+
+
+def steps_of(setting: PartSetting, shape: Mapping[str, Any], dtype: str) -> Iterator[Figure]:
+    """How often the host waits in a decoding step of Hone's own engine, and shares of the time."""
+    model, rows, tokens = made(shape, setting.device), SAMPLES, 8 if setting.tiny else max(WATCHED_TOKENS)
+    case = f"{shape['model_type']}, {rows} rows, {dtype}"
+    draw = rollout(model.to(getattr(torch, dtype)), rows, tokens, None)
+    if setting.is_gpu:
+        yield from use_of_steps(draw, case, "classes")
+    else:
+        yield Figure("classes", "left_out", 1.0, f"waiting, {case} of {draw(tokens).tokens} tokens", NO_ACCELERATOR)
 
 
 def cost(

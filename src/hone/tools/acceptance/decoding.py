@@ -82,13 +82,13 @@ def drawing(
     return seconds, drawn
 
 
-def use_of_steps(draw: Callable[[int], DrawnSteps], case: str) -> Iterator[Figure]:
+def use_of_steps(draw: Callable[[int], DrawnSteps], case: str, part: str = "decoding") -> Iterator[Figure]:
     """How often the host waits in a step, and shares of the time."""
     few, more = (partial(draw, tokens) for tokens in WATCHED_TOKENS)
     steps = more().steps - few().steps
     waits = synchronizations(more) - synchronizations(few)  # without those of computing prompts
-    yield Figure("decoding", "syncs_per_step", waits / steps, case)
-    yield from use_figures("decoding", watched(more), case)
+    yield Figure(part, "syncs_per_step", waits / steps, case)
+    yield from use_figures(part, watched(more), case)
 
 
 def launched_again(step: Step, inputs: Sequence[Tensor]) -> tuple[Callable[[], None], Tensor]:
