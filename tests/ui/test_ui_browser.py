@@ -109,10 +109,15 @@ def test_runs_are_compared_and_pages_fit_a_phone_and_the_dark(server, tmp_path):
         browser.size(390, 844)
         browser.open(f"{url}?token={token}")
         assert browser.run("byId('compare').disabled")
+        assert browser.run(
+            "[...document.querySelectorAll('#runs td')].every(td => td.getBoundingClientRect().right <= innerWidth)"
+        )
         browser.run("document.querySelectorAll('#runs input').forEach(box => box.click())")
         browser.run("byId('compare').click()")
         browser.until("document.querySelectorAll('#curves .uplot').length > 1")
         assert "train.optimizer.lr" in browser.run("byId('differing').textContent")
+        drawn = "plots.get('rl step/train/update_kl').plot.series.slice(1).map(s => s.spanGaps)"
+        assert browser.run(drawn) == [True, True], "what few steps measure is drawn over the gaps"
         browser.run("byId('axis').value = 'samples'; byId('axis').dispatchEvent(new Event('input'))")
         assert browser.run("document.querySelectorAll('#curves .uplot').length") > 1
         for page in ("", "run?name=a", "compare?name=a&name=b"):

@@ -40,6 +40,7 @@ def add_steps(observer: Observer, first: int, last: int) -> None:
     for step in range(first, last + 1):
         groups = [make_group(0, rewards=(1.0, 1.0)), make_group(1, texts=("4", "<b>22</b>"), rewards=(0.0, 1.0))]
         observer.record("rl", step, groups, [[0.0, 0.0], [-0.5, 0.5]], lambda places: figures)
-        observer.log("rl", step, {"rollout/reward_mean": step / 20, "train/entropy": 1 / step})
+        measured = {"train/update_kl": 0.01 * step} if step % 4 == 1 else {}
+        observer.log("rl", step, {"rollout/reward_mean": step / 20, "train/entropy": 1 / step, **measured})
     observer.log("rl", last, {"eval/accuracy": 0.25, "eval/accuracy_se": 0.01})
     observer.position()  # all of it is on the disk

@@ -93,6 +93,6 @@ CRITIC = (
                 reads=("critic.value_clip", "rollout/reward_std"),
             ),
         ),
-        source="0.3 (our former healthy range)",
+        source="0.3 ours",
     ),
 )

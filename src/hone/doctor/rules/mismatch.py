@@ -251,7 +251,7 @@ MISMATCH = (
                 reads=("rollout/staleness_mean",),
             ),
         ),
-        source="10 % (our former healthy range)",
+        source="10 % ours",
     ),
     AlarmRule(
         name="correction_weights",

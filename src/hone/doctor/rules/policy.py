@@ -345,7 +345,7 @@ POLICY = (
                 confirm="At step 1 it is 0 where policy and reference are the same weights.",
             ),
         ),
-        source="1 % (our former healthy range)",
+        source="1 % ours",
     ),
     AlarmRule(
         name="kl_negative",

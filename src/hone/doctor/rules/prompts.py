@@ -132,7 +132,7 @@ PROMPTS = (
                 "deviate is where it began.",
             ),
         ),
-        source="80 % (our former healthy range of groups without signal)",
+        source="80 % ours",
     ),
     AlarmRule(
         name="all_right",

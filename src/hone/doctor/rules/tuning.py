@@ -317,7 +317,7 @@ TUNING = (
                 confirm="hone plan RUN_DIR --compare.",
             ),
         ),
-        source="0 (our former healthy range)",
+        source="0 ours",
     ),
     AlarmRule(
         name="clip_idle",
@@ -372,6 +372,6 @@ TUNING = (
                 reads=("algorithm.clip_cov",),
             ),
         ),
-        source="10 % (our former healthy range)",
+        source="10 % ours",
     ),
 )

@@ -18,6 +18,9 @@ function isNoisy(values) {
   return travelled > 3 * (Math.max(...found) - Math.min(...found));
 }
 
+// Measured in few steps, such as every tenth: without a line over the gaps nothing would be seen of it.
+const isSparse = values => finite(values).length < values.length / 2;
+
 // A weighted mean of the neighbours on both sides, so that the line does not lag behind its points.
 function smooth(values) {
   const reach = Math.max(2, Math.round(values.length / 40));
@@ -62,6 +65,8 @@ function linesOf(series) {
       add(s.ys.map((v, i) => (v || 0) + below[i]), { width: 0, fill: () => cssColor(colorOf(s, k)) + "d9", points: { show: false } });
     } else if (s.kind === "dots") {
       add(s.ys, { width: 1.2, dash: s.dash || [3, 3], spanGaps: true, points: { show: true, size: 7, fill: stroke } });
+    } else if (isSparse(s.ys)) {
+      add(s.ys, { width: 1.7, dash: s.dash, spanGaps: true, points: { show: true, size: 4, fill: stroke } });
     } else if (isNoisy(s.ys)) {
       add(s.ys, { width: 1, alpha: 0.28 });
       add(smooth(s.ys), { width: 1.8, dash: s.dash });

@@ -13,7 +13,7 @@ function runRow(run) {
     <td><a href="/run?name=${encodeURIComponent(run.name)}">${esc(run.name === "." ? data.folder : run.name)}</a> <span class="soft">${esc(labelsOf(run).join(" · "))}</span></td>
     <td class="${run.running ? "pos" : "soft"}">${esc(stateOf(run))}</td>
     <td>${run.stage ? `${esc(run.stage)} ${run.step}${run.steps ? ` of ${run.steps}` : ""}<div class="bar"><i style="width:${100 * share}%"></i></div>` : "–"}</td>
-    <td>${run.running && run.eta_s !== null ? duration(run.eta_s) : ""}</td><td>${metrics}</td>
+    <td class="eta">${run.running && run.eta_s !== null ? duration(run.eta_s) : ""}</td><td>${metrics}</td>
     <td class="neg">${esc(run.alarms.join(", "))}</td><td class="soft optional">${new Date(run.changed_unix_s * 1000).toLocaleString()}</td>`;
   return row;
 }
@@ -38,7 +38,7 @@ function draw() {
   byId("outcome").textContent = data.folder;
   byId("content").innerHTML = `<div class="row" style="margin-top:20px"><input type="search" id="search" placeholder="Search names, tags, states, alarms" aria-label="Search">
     <button id="compare" type="button">Compare the chosen</button><span class="note" id="found"></span></div>
-    <div class="scroll"><table class="fit"><thead><tr><th>compare</th><th>run</th><th>state</th><th>stage</th><th>to its end</th><th>last</th><th>alarms</th><th class="optional">last change</th></tr></thead><tbody id="runs"></tbody></table></div>
+    <div class="scroll"><table class="fit list"><thead><tr><th>compare</th><th>run</th><th>state</th><th>stage</th><th>to its end</th><th>last</th><th>alarms</th><th class="optional">last change</th></tr></thead><tbody id="runs"></tbody></table></div>
     ${data.runs.length ? "" : `<p class="soft">No runs here yet. Each \`hone train\` makes a folder, run.dir.</p>`}`;
   byId("search").addEventListener("input", fillRuns);
   byId("compare").addEventListener("click", () => { location.href = `/compare?${picked().map(name => `name=${encodeURIComponent(name)}`).join("&")}`; });
