@@ -1,5 +1,6 @@
 """The bundle for machines without a network: what is in it, and a fresh environment that has nothing else."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -62,9 +63,10 @@ def test_a_machine_with_torch_and_transformers_gets_a_hone_that_trains(tmp_path)
     with tarfile.open(made) as archive:
         archive.extractall(tmp_path, filter="data")
     python = with_torch_alone(tmp_path / "fresh")
+    fresh = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*words: str) -> str:
-        done = subprocess.run([python, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run([python, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=fresh)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,11 +31,25 @@ from hone.train.ranks import ALONE, Ranks
 from hone.types import Batch
 
 RANKS = 2
-WAYS: Mapping[str, Mapping[str, int]] = {
-    "FSDP2": {},
-    "tensor parallel": {"tensor_parallel": RANKS},
-    "sequence parallel": {"sequence_parallel": RANKS},
+
+
+@dataclass(frozen=True, slots=True)
+class DividedWay:
+    """How the work is divided."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """See `make_mesh`."""
+    shape: Mapping[str, int] = field(default_factory=dict)
+    """Keys of config.json with other values."""
+
+
+WAYS: Mapping[str, DividedWay] = {
+    "FSDP2": DividedWay(),
+    "tensor parallel": DividedWay({"tensor_parallel": RANKS}),
+    "sequence parallel": DividedWay({"sequence_parallel": RANKS}),
+    "sequence parallel, a ring": DividedWay({"sequence_parallel": RANKS}, {"num_key_value_heads": 1}),
 }
+"""The ring is of a model whose one key-value head two ranks cannot divide."""
 
 
 def several(setting: PartSetting) -> Iterator[Figure]:
@@ -42,14 +57,17 @@ def several(setting: PartSetting) -> Iterator[Figure]:
     if setting.is_gpu and devices_here("auto").per_node < RANKS:
         yield Figure("several", "left_out", 1.0, note="it needs two devices, and one is visible")
         return
-    shape = TINY if setting.tiny else shape_of("0.6b")
     dtype = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
     length = setting.lengths[1]
     samples = 2 * max(2, setting.budget // length)
-    batch = random_batch([length] * samples, samples // 2, vocab=shape["vocab_size"], prompt_tokens=PROMPT)
-    alone = trained(setting, shape, dtype, batch, setting.device, ALONE)
-    give_back_memory()
-    for way in WAYS:
+    vocab = shape_with({}, setting)["vocab_size"]
+    batch = random_batch([length] * samples, samples // 2, vocab=vocab, prompt_tokens=PROMPT)
+    changes, alone = None, None
+    for way, divided_way in WAYS.items():
+        shape = shape_with(divided_way.shape, setting)
+        if alone is None or divided_way.shape != changes:
+            changes, alone = divided_way.shape, trained(setting, shape, dtype, batch, setting.device, ALONE)
+            give_back_memory()
         with TemporaryDirectory(prefix="hone-gpu-") as name:
             spawn(train_rank, (setting, shape, dtype, batch, way, Path(name)), nprocs=RANKS)
             divided = UpdateFigures(**torch.load(Path(name) / "figures.pt", weights_only=True))
@@ -60,12 +78,17 @@ def several(setting: PartSetting) -> Iterator[Figure]:
         yield Figure("several", "divided_speedup", alone.seconds / divided.seconds, case)
 
 
+def shape_with(changes: Mapping[str, int], setting: PartSetting) -> Mapping[str, Any]:
+    """The model's config.json."""
+    return {**(TINY if setting.tiny else shape_of("0.6b")), **changes}
+
+
 def train_rank(
     rank: int, setting: PartSetting, shape: Mapping[str, Any], dtype: str, batch: Batch, way: str, folder: Path
 ) -> None:
     """One of the processes that train together; the first writes what it measured."""
     with among_ranks(setting, rank, RANKS, folder) as device:
-        found = trained(setting, shape, dtype, batch, device, FsdpRanks(make_mesh(device, **WAYS[way])))
+        found = trained(setting, shape, dtype, batch, device, FsdpRanks(make_mesh(device, **WAYS[way].sizes)))
     if rank == 0:
         figures = {name: getattr(found, name) for name in UpdateFigures.__slots__}
         torch.save(figures, folder / "figures.pt")
