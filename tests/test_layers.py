@@ -12,7 +12,7 @@ import hone
 
 SOURCES = Path(hone.__file__).parent
 LAYERS = (
-    ("types", "errors", "sizes", "runtime"),
+    ("types", "errors", "sizes", "ragged", "runtime"),
     ("doctor", "devices"),
     ("config",),
     ("observe",),

@@ -18,9 +18,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from hone.errors import DataError
+from hone.ragged import Ints, ends_of, ranges, starts_of
 from hone.types import UNRECORDED, Batch, Experts, Group, Picture, Sample, Score, Totals
-
-Indices = NDArray[np.int64]
 
 
 def collate(groups: Sequence[Group]) -> Batch:
@@ -65,7 +64,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     )
 
 
-def _of_tokens(value_S: NDArray[np.float32], lengths: Indices) -> torch.Tensor:
+def _of_tokens(value_S: NDArray[np.float32], lengths: Ints) -> torch.Tensor:
     """(T,) each sample's value at all of its tokens. By torch, which lets other threads run meanwhile."""
     return torch.from_numpy(value_S).repeat_interleave(torch.from_numpy(lengths))
 
@@ -142,10 +141,10 @@ def _greedy_columns(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
     }
 
 
-def _turn_rewards(samples: Sequence[Sample], lengths: Indices) -> torch.Tensor:
+def _turn_rewards(samples: Sequence[Sample], lengths: Ints) -> torch.Tensor:
     """(T,) what an environment gave for each turn, at the turn's last token."""
     reward_T = np.zeros(int(lengths.sum()), np.float32)
-    for start, sample in zip((np.cumsum(lengths) - lengths).tolist(), samples, strict=True):
+    for start, sample in zip(starts_of(lengths).tolist(), samples, strict=True):
         for turn in sample.turns:
             if turn.end > turn.start:
                 reward_T[start + turn.end - 1] = turn.reward
@@ -166,13 +165,13 @@ def joined(arrays: Sequence[ArrayLike], dtype: type) -> NDArray:
 class Shape:
     """Lengths and offsets of a batch as numpy arrays; read once per update."""
 
-    prompt_S: Indices
+    prompt_S: Ints
     """Prompt of each sample, non-decreasing."""
-    length_S: Indices
+    length_S: Ints
     """Response tokens."""
-    start_S: Indices
+    start_S: Ints
     """Where each sample's tokens begin in the batch's per-token columns."""
-    prompt_tokens_N: Indices
+    prompt_tokens_N: Ints
     """Tokens of each prompt."""
 
     @classmethod
@@ -181,23 +180,21 @@ class Shape:
         return cls(
             prompt_S=batch.prompt_S.cpu().numpy(),
             length_S=length_S,
-            start_S=np.cumsum(length_S) - length_S,
+            start_S=starts_of(length_S),
             prompt_tokens_N=np.fromiter(map(len, batch.prompts), np.int64, len(batch.prompts)),
         )
 
-    def count(self, chosen_T: NDArray[np.bool_]) -> Indices:
+    def count(self, chosen_T: NDArray[np.bool_]) -> Ints:
         """(S,) how many of each sample's tokens are chosen."""
-        before = np.concatenate([[0], np.cumsum(chosen_T)])
+        before = ends_of(chosen_T.astype(np.int64))
         return before[self.start_S + self.length_S] - before[self.start_S]
 
-    def tokens_of(self, samples: Indices) -> Indices:
+    def tokens_of(self, samples: Ints) -> Ints:
         """Index into the per-token columns of every token of `samples`, sample by sample."""
-        length = self.length_S[samples]
-        end = np.cumsum(length)
-        return np.arange(end[-1] if len(end) else 0) + np.repeat(self.start_S[samples] - (end - length), length)
+        return ranges(self.start_S[samples], self.length_S[samples])
 
 
-def count_totals(loss_tokens_S: Indices) -> Totals:
+def count_totals(loss_tokens_S: Ints) -> Totals:
     """Denominators of one optimizer step, from the loss tokens of all its samples.
 
     Samples without loss tokens (unscored, empty, or environment tokens alone) do not count.
@@ -207,7 +204,7 @@ def count_totals(loss_tokens_S: Indices) -> Totals:
 
 def optimizer_steps(
     num_samples: int, *, samples_per_step: int | None, passes: int, seed: int, update: int
-) -> Iterator[Indices]:
+) -> Iterator[Ints]:
     """The samples of each optimizer step of one update, in ascending order within a step.
 
     Each pass goes over all samples once. Where a pass is more than one step its samples (not whole groups) are
@@ -223,7 +220,7 @@ def optimizer_steps(
         yield from (np.sort(part) for part in np.array_split(order, steps_per_pass))
 
 
-def plan_microbatches(shape: Shape, samples: Indices, tokens_per_microbatch: int) -> list[Indices]:
+def plan_microbatches(shape: Shape, samples: Ints, tokens_per_microbatch: int) -> list[Ints]:
     """Divide `samples` (ascending) into microbatches of at most `tokens_per_microbatch` computed tokens each.
 
     A prompt counts once in each microbatch that has samples of it, and a response without its last token, from which
@@ -245,7 +242,7 @@ def plan_microbatches(shape: Shape, samples: Indices, tokens_per_microbatch: int
         if bins is not None:
             break
         count += 1
-    members: list[list[Indices]] = [[] for _ in range(count)]
+    members: list[list[Ints]] = [[] for _ in range(count)]
     for unit, place in zip(order.tolist(), bins, strict=True):
         members[place].append(units[unit][1])
     plan = [np.sort(np.concatenate(parts)) for parts in members if parts]
@@ -253,8 +250,8 @@ def plan_microbatches(shape: Shape, samples: Indices, tokens_per_microbatch: int
 
 
 def divide_over_ranks(
-    shape: Shape, samples: Indices, num_ranks: int, tokens_per_microbatch: int, *, whole_groups: bool = False
-) -> list[list[Indices]]:
+    shape: Shape, samples: Ints, num_ranks: int, tokens_per_microbatch: int, *, whole_groups: bool = False
+) -> list[list[Ints]]:
     """Divide `samples` (ascending) over ranks that work in step, and each rank's share into microbatches.
 
     Every rank gets as many microbatches, the last ones empty where its share needs fewer. Computed tokens are balanced:
@@ -279,7 +276,7 @@ def divide_over_ranks(
     return [plan + [np.empty(0, np.int64)] * (count - len(plan)) for plan in plans]
 
 
-def _shares(shape: Shape, samples: Indices, num_ranks: int, most: int) -> list[Indices]:
+def _shares(shape: Shape, samples: Ints, num_ranks: int, most: int) -> list[Ints]:
     """Each rank's samples (ascending) when groups of more than `most` computed tokens are cut.
 
     The largest piece goes first, each to the rank that has least.
@@ -287,19 +284,19 @@ def _shares(shape: Shape, samples: Indices, num_ranks: int, most: int) -> list[I
     units = _units(shape, samples, most)
     order = sorted(range(len(units)), key=lambda unit: -units[unit][0])
     places = _place([units[unit][0] for unit in order], num_ranks, sum(cost for cost, _ in units)) or []
-    shares: list[list[Indices]] = [[np.empty(0, np.int64)] for _ in range(num_ranks)]
+    shares: list[list[Ints]] = [[np.empty(0, np.int64)] for _ in range(num_ranks)]
     for unit, place in zip(order, places, strict=True):
         shares[place].append(units[unit][1])
     return [np.sort(np.concatenate(share)) for share in shares]
 
 
-def computed_tokens(shape: Shape, samples: Indices) -> int:
+def computed_tokens(shape: Shape, samples: Ints) -> int:
     """Tokens that a microbatch of these samples computes: each prompt once, no response's last token."""
     responses = np.maximum(shape.length_S[samples] - 1, 0).sum()
     return int(shape.prompt_tokens_N[np.unique(shape.prompt_S[samples])].sum() + responses)
 
 
-def _longest(shape: Shape, samples: Indices, budget: int) -> int:
+def _longest(shape: Shape, samples: Ints, budget: int) -> int:
     """Computed tokens of the longest of `samples` with its prompt. Raises DataError if they exceed the budget."""
     longest = int((shape.prompt_tokens_N[shape.prompt_S[samples]] + np.maximum(shape.length_S[samples] - 1, 0)).max())
     if longest > budget:
@@ -310,14 +307,14 @@ def _longest(shape: Shape, samples: Indices, budget: int) -> int:
     return longest
 
 
-def _units(shape: Shape, samples: Indices, budget: int) -> list[tuple[int, Indices]]:
+def _units(shape: Shape, samples: Ints, budget: int) -> list[tuple[int, Ints]]:
     """(computed tokens, samples) of what stays together: the samples of a prompt, or as many as fit."""
     _longest(shape, samples, budget)
     prompt = shape.prompt_S[samples]
     response_tokens = np.maximum(shape.length_S[samples] - 1, 0)
     starts = np.flatnonzero(np.diff(prompt, prepend=-1))
     sums = np.add.reduceat(response_tokens, starts) + shape.prompt_tokens_N[prompt[starts]]
-    units: list[tuple[int, Indices]] = []
+    units: list[tuple[int, Ints]] = []
     for start, stop, cost in zip(starts.tolist(), [*starts[1:].tolist(), len(samples)], sums.tolist(), strict=True):
         if cost <= budget:
             units.append((cost, samples[start:stop]))
@@ -327,7 +324,7 @@ def _units(shape: Shape, samples: Indices, budget: int) -> list[tuple[int, Indic
     return units
 
 
-def _split(prompt_tokens: int, response_tokens: Indices, samples: Indices, budget: int) -> list[tuple[int, Indices]]:
+def _split(prompt_tokens: int, response_tokens: Ints, samples: Ints, budget: int) -> list[tuple[int, Ints]]:
     """A group too large for one microbatch, in runs of consecutive samples that each fit with the prompt."""
     units, first, cost = [], 0, prompt_tokens
     for i, tokens in enumerate(response_tokens.tolist()):

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hone.model.layout import AttentionBlock, Layout
+from hone.model.layout import Layout
 from hone.model.recompute import kept
+from hone.model.tiling import AttentionBlock
 from hone.model.varlen_attention import FLASH, varlen_attention
 from hone.sizes import FLASH_WIDTH
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
@@ -26,13 +25,12 @@ from hone.model.hf import TransformersModel
 from hone.model.layout import Layout
 from hone.model.load import read_config, read_weights
 from hone.model.weights import Contents
+from hone.ragged import Ints, ranges, starts_of
 
 HEAD = "score.weight"
 """The head's name in Transformers' sequence-classification classes."""
 MEAN, STD, FORM = "hone_reward_mean", "hone_reward_std", "hone_reward_form"
 """Keys of config.json: mean and standard deviation of scores on held-out data; `chat` or `text`, what is scored."""
-
-Ints = NDArray[np.int64]
 
 
 class ScalarModel(nn.Module):
@@ -146,9 +144,7 @@ def last_token_scores(
         return model(idle := Layout.idle(device))[idle.expand_T]
     length_S = sequences.length_S[samples]
     last_T = length_S.cumsum() - 1
-    # Tokens of each chosen sequence: counted up from where its continuation starts.
-    starts = (sequences.length_S.cumsum() - sequences.length_S)[samples]
-    index_T = np.arange(length_S.sum()) + np.repeat(starts - (last_T + 1 - length_S), length_S)
+    index_T = ranges(starts_of(sequences.length_S)[samples], length_S)
     layout = Layout.from_flat(
         sequences.prompts, sequences.prompt_S[samples], length_S, sequences.token_ids_T[index_T], device
     )

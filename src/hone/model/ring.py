@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.model.layout import Ints, Layout
+from hone.model.layout import Layout
 from hone.model.recompute import kept
 from hone.model.varlen_attention import FLASH, RaggedCall, RaggedKernels, on_device_of, ragged_call
+from hone.ragged import Ints, ends_of, ranges
 from hone.sizes import QUERY_ROWS
 
 if TYPE_CHECKING:
@@ -118,8 +119,9 @@ class RingPlan:
         calls = [RingCall(ragged_call(self._layout, each, each, is_causal=True), everything, everything)]
         spans = [[np.concatenate(parts) for parts in zip(*of_pieces, strict=True)] for of_pieces in (queries, keys)]
         if len(spans[0][0]):
-            ragged = ragged_call(self._layout, _ends(spans[0]), _ends(spans[1]), is_causal=False)
-            places = (on_device_of(self._layout, _ranges(part)) for part in spans)
+            starts, lengths = zip(*((start, end - start) for start, end in spans), strict=True)
+            ragged = ragged_call(self._layout, *map(ends_of, lengths), is_causal=False)
+            places = (on_device_of(self._layout, one) for one in map(ranges, starts, lengths))
             calls.append(RingCall(ragged, *places))
         return calls + self._calls(self.rank)
 
@@ -272,14 +274,6 @@ def _add(total: Tensor, part: Part, x: Tensor) -> None:
         total[part] += x
     else:
         total.index_add_(0, part, x.to(total.dtype))
-
-
-def _ends(spans: list[Ints]) -> Ints:
-    return np.concatenate(([0], np.cumsum(spans[1] - spans[0])))
-
-
-def _ranges(spans: list[Ints]) -> Ints:
-    return np.concatenate([np.arange(start, end) for start, end in zip(*spans, strict=True)])
 
 
 # ---- plain kernels

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from hone.model.attention import shared_prompt_attention
 from hone.model.collectives import exchanged, gathered, share
-from hone.model.layout import Ints, Layout, filled
+from hone.model.layout import Layout, filled
 from hone.model.ring import ring_attention, ring_order
+from hone.ragged import Ints
 from hone.types import UNRECORDED
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.model.layout import Ints, Layout
+from hone.model.layout import Layout
 from hone.model.recompute import kept
+from hone.ragged import Ints, ends_of, ranges
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ class RaggedPlan:
                 np.int64
             )[order]
             pairs = np.stack((seen, np.diff(own_ends)), axis=1)
-            places = _ranges(np.stack((seen_end - seen, own_ends[:-1]), axis=1).ravel(), pairs.ravel())
-            ragged = ragged_call(layout, own_ends, _ends(pairs.sum(1)), is_causal=True, window=window)
+            places = ranges(np.stack((seen_end - seen, own_ends[:-1]), axis=1).ravel(), pairs.ravel())
+            ragged = ragged_call(layout, own_ends, ends_of(pairs.sum(1)), is_causal=True, window=window)
             self._windowed[window] = ragged, on_device_of(layout, places)
         return self._windowed[window]
 
@@ -136,8 +137,8 @@ class RaggedPlan:
         start_N, length_N, inputs_N = (x[inputs_N > 0] for x in (start_N, prompt_length_R[first], inputs_N))
         if not len(start_N):
             return None
-        ragged = ragged_call(self._layout, _ends(inputs_N), _ends(length_N), is_causal=False)
-        places = (_ranges(start_N + length_N, inputs_N), _ranges(start_N, length_N))
+        ragged = ragged_call(self._layout, ends_of(inputs_N), ends_of(length_N), is_causal=False)
+        places = (ranges(start_N + length_N, inputs_N), ranges(start_N, length_N))
         responses, prompts = (on_device_of(self._layout, one) for one in places)
         return ragged, responses, prompts
 
@@ -324,11 +325,3 @@ def _operators() -> _Operators:
 
 FLASH = RaggedKernels(_forward, _backward)
 """Flash attention: the operators under `varlen_attn`, whose own backward pass knows no other softmax than its own."""
-
-
-def _ends(lengths: Ints) -> Ints:
-    return np.concatenate(([0], np.cumsum(lengths)))
-
-
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    return np.arange(lengths.sum()) + np.repeat(starts - _ends(lengths)[:-1], lengths)

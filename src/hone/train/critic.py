@@ -16,8 +16,9 @@ from torch import Tensor
 from hone.algo.algorithm import Algorithm
 from hone.algo.loss import Values, value_loss
 from hone.config.run import OptimizerSection
-from hone.data.pack import Indices, count_totals
+from hone.data.pack import count_totals
 from hone.model.heads import ScalarModel
+from hone.ragged import Ints
 from hone.train.learner import Learner, Passes
 from hone.train.optim import StepResult
 from hone.train.trainer import PreparedBatch, expanded, lay_out, samples_of_tokens
@@ -57,7 +58,7 @@ class Critic(Learner[ScalarModel]):
             self.passes.guard.check()
         return self.passes.ranks.column(value_T).to(batch.loss_mask_T.device)
 
-    def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
+    def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Ints]) -> dict[str, float]:
         """Learn from a batch that has `value_T` and `return_T`, in the optimizer steps that the policy makes of it."""
         names = ("loss_mask_T", "value_T", "return_T")
         prepared = self._prepare(batch, names)
@@ -85,7 +86,7 @@ class Critic(Learner[ScalarModel]):
         """The policy's routing says nothing about the experts of a critic."""
         return PreparedBatch.of(replace(batch, routing_T=None), names, self.held.dtype, self.device)
 
-    def _accumulate(self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, totals: Totals) -> list[Tensor]:
+    def _accumulate(self, batch: PreparedBatch, samples: Ints, algorithm: Algorithm, totals: Totals) -> list[Tensor]:
         """Add the gradient of one optimizer step; returns what each microbatch of this rank measured."""
         measured: list[Tensor] = []
         for part in self.held.passes(self.passes.microbatches(batch.shape, samples)):
@@ -93,7 +94,7 @@ class Critic(Learner[ScalarModel]):
             self.passes.guard.check()
         return measured
 
-    def _learn(self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, totals: Totals) -> Tensor:
+    def _learn(self, batch: PreparedBatch, samples: Ints, algorithm: Algorithm, totals: Totals) -> Tensor:
         """Forward, loss and backward of some samples. (4,): loss, and over tokens clips, old values and a count."""
         value_T, index_T = self._forward(batch, samples)
         columns = dict(zip(batch.names, batch.columns_CT.index_select(1, index_T).unbind(), strict=True))
@@ -111,7 +112,7 @@ class Critic(Learner[ScalarModel]):
         per_token = torch.stack([clipped_T.to(value_T.dtype), values.old_value_T, torch.ones_like(value_T)])
         return torch.cat([loss.detach()[None], per_token.detach() @ values.loss_mask_T])
 
-    def _forward(self, batch: PreparedBatch, samples: Indices) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: PreparedBatch, samples: Ints) -> tuple[Tensor, Tensor]:
         """(t,) values of every token of `samples`, and (t,) index of these tokens into the batch's columns."""
         layout, index = lay_out(batch, samples)
         return expanded(self.model(layout), layout), index

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hone.config.run import OptimizerSection
-from hone.data.pack import Indices, Shape, divide_over_ranks
+from hone.data.pack import Shape, divide_over_ranks
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
 from hone.model.heads import ScalarModel
 from hone.model.lora import AdapterOff
+from hone.ragged import Ints
 from hone.train.fsdp import ShardedAdamW, ShardedWeights, divide, layers_of, shard, vision_of
 from hone.train.mesh import DATA, Mesh
 from hone.train.ranks import Ranks
@@ -121,8 +122,8 @@ class FsdpRanks(Ranks):
         return self.mesh.device
 
     def microbatches(
-        self, shape: Shape, samples: Indices, tokens_per_microbatch: int, *, whole_groups: bool = False
-    ) -> list[Indices]:
+        self, shape: Shape, samples: Ints, tokens_per_microbatch: int, *, whole_groups: bool = False
+    ) -> list[Ints]:
         ranks = self.mesh.data_parallel
         shares = divide_over_ranks(shape, samples, ranks, tokens_per_microbatch, whole_groups=whole_groups)
         own = shares[self.mesh.data_index]

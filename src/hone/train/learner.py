@@ -17,12 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.config.run import OptimizerSection
-from hone.data.pack import Indices, Shape, computed_tokens
+from hone.data.pack import Shape, computed_tokens
 from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.heads import ScalarModel
 from hone.model.shards import write_weights
+from hone.ragged import Ints
 from hone.train.fixed_sums import fixed_sums
 from hone.train.optim import StepResult, Weights
 from hone.train.ranks import ALONE, Ranks
@@ -68,7 +69,7 @@ class Passes:
     def compute_dtype(self) -> torch.dtype:
         return getattr(torch, self.precision)
 
-    def microbatches(self, shape: Shape, samples: Indices, *, whole_groups: bool = False) -> list[Indices]:
+    def microbatches(self, shape: Shape, samples: Ints, *, whole_groups: bool = False) -> list[Ints]:
         """This rank's share of `samples`; see `Ranks.microbatches`."""
         plan = self.ranks.microbatches(shape, samples, self.tokens_per_microbatch, whole_groups=whole_groups)
         self.largest_microbatch = max((computed_tokens(shape, part) for part in plan), default=0)

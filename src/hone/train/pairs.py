@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from hone.algo.loss import pairwise_loss
-from hone.data.pack import Indices, Shape
+from hone.data.pack import Shape
 from hone.data.pairs import PreferencePair
 from hone.errors import DataError
 from hone.model.heads import ScalarModel, Sequences, last_token_scores
+from hone.ragged import Ints, starts_of
 from hone.train.learner import Learner
 from hone.train.trainer import Checkpointable
 
@@ -99,7 +100,7 @@ class PairTrainer(Learner[ScalarModel]):
             self.passes.guard.check()
         return self.passes.ranks.column(score_S).cpu()
 
-    def _plan(self, pairs: Sequence[PreferencePair]) -> tuple[Sequences, list[Indices]]:
+    def _plan(self, pairs: Sequence[PreferencePair]) -> tuple[Sequences, list[Ints]]:
         """The conversations of all pairs, sample 2i the better and 2i + 1 the worse of pair i, and this rank's
         microbatches. Raises DataError for a pair that fits into none, whichever rank's it would be."""
         sequences = Sequences.of([(pair.chosen, pair.rejected) for pair in pairs])
@@ -110,7 +111,7 @@ class PairTrainer(Learner[ScalarModel]):
         shape = Shape(  # as if what a pair shares were one prompt, also where that is nothing: so a pair stays together
             prompt_S=pair_S,
             length_S=sequences.length_S,
-            start_S=sequences.length_S.cumsum() - sequences.length_S,
+            start_S=starts_of(sequences.length_S),
             prompt_tokens_N=np.bincount(pair_of_prompt, weights=prompt_tokens).astype(np.int64),
         )
         each = np.maximum(shape.length_S - 1, 0).reshape(-1, 2).sum(1) + shape.prompt_tokens_N

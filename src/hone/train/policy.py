@@ -15,10 +15,11 @@ import numpy as np
 from torch import Tensor
 
 from hone.algo.algorithm import Algorithm
-from hone.data.pack import Indices, Shape, count_totals
+from hone.data.pack import Shape, count_totals
 from hone.errors import CheckpointError
 from hone.model.base import CausalModel
 from hone.model.routing import LoadBalance
+from hone.ragged import Ints
 from hone.train.learner import Learner
 from hone.train.optim import StepResult
 from hone.train.tensor_files import Share
@@ -96,7 +97,7 @@ class PolicyTrainer(Learner[CausalModel]):
         """See `Trainer.logprobs_and_entropies`."""
         return self.passes.logprobs_and_entropies(self.model, batch)
 
-    def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
+    def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Ints]) -> dict[str, float]:
         """Learn from a batch, in optimizer steps of these samples each.
 
         `old_logprobs_T` is computed only where the policy moves within the update and the batch does not bring it.
@@ -142,9 +143,7 @@ class PolicyTrainer(Learner[CausalModel]):
             }
         )
 
-    def accumulate(
-        self, batch: PreparedBatch, samples: Indices, algorithm: Algorithm, loss_tokens_S: Indices
-    ) -> Accumulated:
+    def accumulate(self, batch: PreparedBatch, samples: Ints, algorithm: Algorithm, loss_tokens_S: Ints) -> Accumulated:
         """Add up the gradient of one optimizer step.
 
         Args:
@@ -206,7 +205,7 @@ def _called(base: str | None) -> str:
     return f"an adapter of weights that hash to {base[:12]}" if base else "a model without an adapter"
 
 
-def _shares(shape: Shape, samples: Indices) -> Callable[[Indices], float]:
+def _shares(shape: Shape, samples: Ints) -> Callable[[Ints], float]:
     """A function that says which share of the tokens of `samples` some of them have, their prompts included."""
     tokens_S = shape.prompt_tokens_N[shape.prompt_S] + np.maximum(shape.length_S - 1, 0)
     whole = max(int(tokens_S[samples].sum()), 1)

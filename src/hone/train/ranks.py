@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from hone.config.run import OptimizerSection
-from hone.data.pack import Indices, Shape, plan_microbatches
+from hone.data.pack import Shape, plan_microbatches
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
+from hone.ragged import Ints
 from hone.train.optim import AdamW, FlatAdamW, FlatWeights
 from hone.train.tensor_files import Share
 
@@ -60,8 +61,8 @@ class Ranks(ABC):
 
     @abstractmethod
     def microbatches(
-        self, shape: Shape, samples: Indices, tokens_per_microbatch: int, *, whole_groups: bool = False
-    ) -> list[Indices]:
+        self, shape: Shape, samples: Ints, tokens_per_microbatch: int, *, whole_groups: bool = False
+    ) -> list[Ints]:
         """This rank's share of `samples` (ascending), in microbatches: as many on each rank, so that some may be empty.
 
         Args:
@@ -108,8 +109,8 @@ class Alone(Ranks):
         return model.output_weight.device
 
     def microbatches(
-        self, shape: Shape, samples: Indices, tokens_per_microbatch: int, *, whole_groups: bool = False
-    ) -> list[Indices]:
+        self, shape: Shape, samples: Ints, tokens_per_microbatch: int, *, whole_groups: bool = False
+    ) -> list[Ints]:
         return plan_microbatches(shape, samples, tokens_per_microbatch)  # keeps together what fits together
 
     def column(self, value_T: Tensor) -> Tensor:

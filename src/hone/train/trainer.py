@@ -19,11 +19,12 @@ from transformers import PreTrainedConfig
 
 from hone.algo.algorithm import Algorithm
 from hone.algo.loss import LossTokens
-from hone.data.pack import Indices, Shape
+from hone.data.pack import Shape
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import token_logprobs
 from hone.model.routing import LoadBalance
+from hone.ragged import Ints
 from hone.train.tensor_files import Snapshot
 from hone.types import Batch, Experts, Picture, TokenIds, Totals
 
@@ -119,7 +120,7 @@ class PreparedBatch:
     pictures: Sequence[Sequence[Picture]]
     """As `Batch.pictures`."""
     shape: Shape
-    token_ids_T: Indices
+    token_ids_T: Ints
     names: tuple[str, ...]
     """Names of the per-token columns, in the order of the rows of `columns_CT`."""
     columns_CT: Tensor
@@ -142,7 +143,7 @@ class PreparedBatch:
         )
 
 
-def lay_out(batch: PreparedBatch, samples: Indices) -> tuple[Layout, Tensor]:
+def lay_out(batch: PreparedBatch, samples: Ints) -> tuple[Layout, Tensor]:
     """The microbatch of `samples`, and (t,) index of their tokens, sample by sample, into the batch's columns.
 
     Without any sample it is `Layout.idle`.
@@ -167,7 +168,7 @@ def expanded(value_U: Tensor, layout: Layout) -> Tensor:
     return value_U if layout.expand_T is None else value_U[layout.expand_T]
 
 
-def samples_of_tokens(batch: PreparedBatch, samples: Indices) -> Tensor:
+def samples_of_tokens(batch: PreparedBatch, samples: Ints) -> Tensor:
     """(t,) which of `samples` each of their tokens belongs to, counted from 0."""
     sample_T = np.repeat(np.arange(len(samples)), batch.shape.length_S[samples])
     return torch.from_numpy(sample_T).to(batch.columns_CT.device, non_blocking=True)
@@ -176,7 +177,7 @@ def samples_of_tokens(batch: PreparedBatch, samples: Indices) -> Tensor:
 def forward_samples(
     model: CausalModel,
     batch: PreparedBatch,
-    samples: Indices,
+    samples: Ints,
     *,
     temperature: float,
     chunk_tokens: int,
@@ -205,7 +206,7 @@ def forward_samples(
 def train_microbatch(
     model: CausalModel,
     batch: PreparedBatch,
-    samples: Indices,
+    samples: Ints,
     algorithm: Algorithm,
     totals: Totals,
     *,

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from hone.algo.algorithm import Algorithm
 from hone.config.derived import correction, needs_critic, needs_reference, trains_adapter
 from hone.config.run import RunConfig
-from hone.data.pack import Indices
 from hone.memory.guard import Unguarded
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder
@@ -27,6 +26,7 @@ from hone.model.hf import TransformersModel, as_computed, auto_class
 from hone.model.load import Implementation, init_config, is_ours
 from hone.model.lora import AdapterOff, add_adapter
 from hone.plan.activations import Pass
+from hone.ragged import Ints
 from hone.train.critic import Critic
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
@@ -128,7 +128,7 @@ class _TracedCritic(Critic):
 
     memory: LiveMemory
 
-    def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Indices]) -> dict[str, float]:
+    def update(self, batch: Batch, algorithm: Algorithm, steps: Sequence[Ints]) -> dict[str, float]:
         with marked(self.memory, self.model.body, last="embedding backward", prefix="critic's "):
             return super().update(batch, algorithm, steps)
 
