@@ -213,16 +213,33 @@ class RecordedSample(WithArrays):
         object.__setattr__(self, "prompt_token_ids", read_only(self.prompt_token_ids, np.int32))
 
 
-def read_samples(run_folder: Path, step: int, stage: str = "rl") -> list[RecordedSample]:
+Rewards = Sequence[float | None]
+"""Of the samples of a recorded group; None where one has none."""
+
+
+def read_samples(
+    run_folder: Path,
+    step: int,
+    stage: str = "rl",
+    *,
+    chosen: Callable[[Sequence[Rewards]], Sequence[int]] | None = None,
+) -> list[RecordedSample]:
     """The samples recorded at one step, in the order they were trained on; empty when none were.
 
     Everything comes back as it was recorded, to the bit.
+
+    Args:
+        chosen: places of the groups to read, in their order, by the rewards of all; None: all groups.
     """
     path = samples_file(run_folder / "samples", stage, step)
     if not path.exists():
         return []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [sample for line in lines for sample in _decode(json.loads(line), stage, step)]
+        groups = [json.loads(line) for line in lines]
+    places = range(len(groups))
+    if chosen is not None:
+        places = chosen([group["rewards"] or (None,) * len(group["index"]) for group in groups])
+    return [sample for place in places for sample in _decode(groups[place], stage, step)]
 
 
 def recorded_steps(run_folder: Path) -> dict[str, list[int]]:

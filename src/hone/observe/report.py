@@ -13,10 +13,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from hone.doctor.ranges import healthy_ranges
@@ -24,7 +25,7 @@ from hone.doctor.watch import by_importance, watch_lines
 from hone.observe.events import FILE, events_of
 from hone.observe.metrics import PHASES, find_metric
 from hone.observe.page import page
-from hone.observe.recorder import RecordedSample, is_whole, read_samples, recorded_steps, samples_file
+from hone.observe.recorder import RecordedSample, Rewards, is_whole, read_samples, recorded_steps, samples_file
 from hone.observe.sinks import some_metric_lines
 from hone.observe.thumbnails import read_thumbnails
 from hone.observe.trackers import Labels
@@ -168,15 +169,15 @@ def report_data(
 
 
 def thin(points: Sequence[float | None], most: int) -> list[float | None]:
-    """At most `most` points: means of the finite values in equal bins; None for a bin without any."""
+    """At most `most` points: means of the known values in equal bins; None for a bin without any."""
     if len(points) <= most:
         return list(points)
-    edges = [round(i * len(points) / most) for i in range(most + 1)]
-    means: list[float | None] = []
-    for start, stop in pairwise(edges):
-        found = [value for value in points[start:stop] if value is not None]
-        means.append(sum(found) / len(found) if found else None)
-    return means
+    values = np.array(points, np.float64)  # None becomes NaN
+    is_known = np.isfinite(values)
+    starts = np.round(np.arange(most) * (len(points) / most)).astype(np.int64)
+    sums = np.add.reduceat(np.where(is_known, values, 0.0), starts).tolist()
+    counts = np.add.reduceat(is_known.astype(np.int64), starts).tolist()
+    return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
 
 
 def choose_samples(run_folder: Path) -> list[RecordedSample]:
@@ -189,20 +190,20 @@ def choose_samples(run_folder: Path) -> list[RecordedSample]:
 
 def step_samples(run_folder: Path, stage: str, step: int, most: int = MAX_SAMPLES) -> list[RecordedSample]:
     """Whole groups of a step, at most so many samples; those with signal come first."""
-    groups: dict[str, list[RecordedSample]] = {}
-    for sample in read_samples(run_folder, step, stage):
-        groups.setdefault(sample.prompt_id, []).append(sample)
-    telling = [prompt_id for prompt_id, group in groups.items() if has_signal(group)]
-    silent = [prompt_id for prompt_id in groups if prompt_id not in telling]
-    room = max(1, most // max(map(len, groups.values()), default=1))
-    shown = _spread(telling, room)
-    shown += _spread(silent, room - len(shown))
-    return [sample for prompt_id in shown for sample in groups[prompt_id][:most]]
+
+    def chosen(groups: Sequence[Rewards]) -> list[int]:
+        telling = [place for place, rewards in enumerate(groups) if has_signal(rewards)]
+        silent = [place for place, rewards in enumerate(groups) if not has_signal(rewards)]
+        room = max(1, most // max(map(len, groups), default=1))
+        shown = _spread(telling, room)
+        return shown + _spread(silent, room - len(shown))
+
+    return read_samples(run_folder, step, stage, chosen=chosen)[:most]
 
 
-def has_signal(group: Iterable[RecordedSample]) -> bool:
-    """Whether its samples differ in reward, so that something can be learnt from it."""
-    return len({sample.reward for sample in group if sample.reward is not None}) > 1
+def has_signal(rewards: Rewards) -> bool:
+    """Whether the samples of a group differ in reward, so that something can be learnt from it."""
+    return len({reward for reward in rewards if reward is not None}) > 1
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
@@ -292,8 +293,8 @@ def stages_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         by_stage.setdefault(line["stage"], []).append(line)
     stages, began_s = [], 0.0
     for name, found in by_stage.items():
-        evals = [line for line in found if any(key.startswith("eval/") for key in line)]
-        steps = [line for line in found if not any(key.startswith("eval/") for key in line)]
+        evals = [line for line in found if _is_evaluation(tuple(line))]
+        steps = [line for line in found if not _is_evaluation(tuple(line))]
         ended_s = found[-1]["time_s"]
         stages.append(
             {
@@ -308,8 +309,14 @@ def stages_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return stages
 
 
+@lru_cache(maxsize=1024)
+def _is_evaluation(keys: tuple[str, ...]) -> bool:
+    """Of a line of metrics; lines have few different sets of keys."""
+    return any(key.startswith("eval/") for key in keys)
+
+
 def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    names = sorted({name for line in lines for name in line if "/" in name})
+    names = sorted({name for keys in set(map(tuple, lines)) for name in keys if "/" in name})
     return {
         "count": len(lines),
         "step": thin([line["step"] for line in lines], MAX_POINTS),
