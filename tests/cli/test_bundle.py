@@ -79,4 +79,7 @@ def test_a_machine_with_torch_and_transformers_gets_a_hone_that_trains(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     run("-m", "hone", "train", "run.yaml")
     assert (tmp_path / "runs/first/hf/model.safetensors").is_file()
+    run("-m", "hone.tools.acceptance", "--tiny", "--parts", "devices,publishing")
+    lines = (tmp_path / "runs/gpu/acceptance.jsonl").read_text()
+    assert "Ray is not installed" in lines, "what `make gpu` runs in a checkout"
     assert list((tmp_path / "runs/first").rglob("events.out.tfevents*")), "TensorBoard's files need no grpcio"

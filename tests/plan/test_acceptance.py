@@ -1,6 +1,8 @@
 """The acceptance run of a GPU machine: its logic, with tiny shapes on a CPU, and what a plan makes of its figures."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,12 @@ def test_all_parts_have_their_time_together(monkeypatch, tmp_path):
     assert finished == [(1, ""), (0, "not done within 200 s"), (0, "no time was left for it")]
     assert (lines[-1]["figure"], lines[-1]["value"]) == ("total_s", 500)
     assert EXPECTED["total_s"].holds(2401, is_gpu=True) is False
+
+
+def test_it_starts_without_what_may_not_be_installed():
+    program = "import sys; sys.modules |= dict.fromkeys(('ray', 'vllm', 'peft')); import hone.tools.acceptance.parts"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def tiny_figures(*parts):

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import statistics
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hone.config.cluster import ClusterSection
 from hone.devices import devices_here
-from hone.errors import ClusterError
 from hone.memory.gauges import GIB, MIB
-from hone.model.fingerprint import weights_fingerprint
-from hone.model.load import init_model
-from hone.rollout.local import LocalEngine
 from hone.tools.acceptance.figures import Figure
-from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, shape_of, timed
-from hone.weights.buckets import bucket_bytes
-from hone.weights.publish import Published, Transport, Update, publish
-from hone.weights.routes import Routes
-from hone.weights.transports import RayPeer, TransportName, make_transport
+from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, shape_of
 
-ENGINE, TIMEOUT_S, VERSIONS = "engine", 120.0, 3
+if TYPE_CHECKING:
+    from hone.tools.acceptance.weights_sender import SentVersions
+    from hone.weights.transports import TransportName
 
 
 def publishing(setting: PartSetting) -> Iterator[Figure]:
@@ -38,6 +29,7 @@ def publishing(setting: PartSetting) -> Iterator[Figure]:
 
     from hone.cluster.actors import EngineActor
     from hone.cluster.ray import RayCluster
+    from hone.tools.acceptance.weights_sender import TIMEOUT_S, WeightsSender, waiting_engine
 
     found = devices_here("auto" if setting.is_gpu else "cpu")
     shape = TINY if setting.tiny else shape_of("0.6b")
@@ -80,76 +72,3 @@ def transports_on(device_type: str, num_devices: int) -> tuple[dict[TransportNam
     if num_devices < 2:
         return on_one, [Figure("publishing", "left_out", 1.0, "nccl", "it needs two devices, and one is visible")]
     return {**on_one, "nccl": 1}, []
-
-
-@dataclass(frozen=True, slots=True)
-class SentVersions:
-    """What became of the versions that went by one transport."""
-
-    seconds: float
-    """Median of a version, from the first byte until its fingerprint came back."""
-    fingerprint_s: float
-    """Of a fingerprint alone."""
-    held_frac: float
-    """Versions of which the engine holds what the sender has, to the last bit."""
-    over_least: float
-    """Bytes moved over those of the weights."""
-    num_bytes: int
-    """Of the weights."""
-
-
-class WeightsSender:
-    """A trainer's rank in an actor, as far as weights go."""
-
-    def __init__(self, shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-        from hone.cluster.ray import end_with_ray
-
-        end_with_ray()
-        self._model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=device)
-        self._version = 0
-
-    def send(self, name: TransportName, actor: Any) -> SentVersions:
-        """Publish versions to an engine's actor, each with other weights than the one before."""
-        transport, size = make_transport(name, host="127.0.0.1"), bucket_bytes(ClusterSection().bucket_mib)
-        seconds, held, over_least = list[float](), list[bool](), list[float]()
-        sizes = list[int]()
-        for _ in range(1 + VERSIONS):
-            started = time.perf_counter()
-            found = self._publish(name, actor, transport, size)
-            seconds.append(time.perf_counter() - started)
-            if found.failed:
-                raise ClusterError(f"publishing by {name}: {found.failed[ENGINE]}")
-            held.append(found.held_by == (ENGINE,) and found.manifest.fingerprint == self._fingerprint())
-            over_least.append(Routes(name, {ENGINE: (0,)}).moved_over_least([found], [ENGINE]))
-            sizes.append(found.manifest.num_bytes)
-            self._change()
-        transport.drop(ENGINE)
-        fingerprint_s, _ = timed(self._fingerprint)
-        median_s = statistics.median(seconds[1:])  # the first joins a group
-        return SentVersions(median_s, fingerprint_s, sum(held) / len(held), max(over_least), max(sizes))
-
-    def _publish(self, name: TransportName, actor: Any, transport: Transport, size: int) -> Published:
-        self._version += 1
-        return publish(
-            self._model.named_weights(),
-            {ENGINE: RayPeer(actor)},
-            transport,
-            updates={ENGINE: Update(f"{name} {self._version}", self._version)},
-            bucket_size=size,
-            timeout_s=TIMEOUT_S,
-        )
-
-    def _fingerprint(self) -> str:
-        return weights_fingerprint(self._model.named_weights())
-
-    @torch.no_grad()
-    def _change(self) -> None:
-        """As an update would: every weight."""
-        for parameter in self._model.parameters():
-            parameter.mul_(1.25)
-
-
-async def waiting_engine(shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> LocalEngine:
-    """Hone's engine with weights of its own."""
-    model = init_model(shape, vocab_size=None, seed=1, dtype=dtype, device=device)
-    return LocalEngine(model, decode=str, eos_ids=(), max_concurrent=1, timeout_s=TIMEOUT_S)
