@@ -154,6 +154,9 @@ class FakeTrainer:
     def logprobs(self, batch: Any, **_: Any) -> torch.Tensor:
         return batch.sampler_logprobs_T
 
+    def logprobs_and_entropies(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.sampler_logprobs_T, torch.zeros_like(batch.sampler_logprobs_T)
+
     def measure(self, batch: Any, needs: Any) -> dict[str, Any]:
         return {}
 
@@ -303,7 +306,7 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
         )
         watching = asyncio.create_task(stalls.watch())
         training = asyncio.create_task(policy.train_policy(run))
-        await steps(run, 2)  # imports, first files
+        await steps(run, 2, training)  # imports, first files
         observer._background.drain()
         await asyncio.sleep(4 * Stalls.EVERY_S)  # that it stood still meanwhile is noticed before the count begins
         profiler = cProfile.Profile()
@@ -312,7 +315,7 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
         if profile:
             profiler.enable()
         while time.process_time() - began < seconds or run.progress.step < first + 3:
-            await steps(run, run.progress.step + 1)
+            await steps(run, run.progress.step + 1, training)
         if profile:
             profiler.disable()
         made, stall_ms = run.progress.step - first, stalls.longest_s * 1e3
@@ -337,9 +340,11 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
     return Cell(slots, tokens, rate, rate, stall_ms, bytes_per_token(samples.pickled, slots, tokens), found)
 
 
-async def steps(run: PolicyRun, count: int) -> None:
-    """Wait until so many steps are made."""
+async def steps(run: PolicyRun, count: int, training: asyncio.Task[None]) -> None:
+    """Wait until so many steps are made. Raises what ends the training before."""
     while run.progress.step < count:
+        if training.done():
+            training.result()
         await asyncio.sleep(0.005)
 
 
