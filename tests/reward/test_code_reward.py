@@ -211,7 +211,7 @@ def test_args_that_do_not_fit_are_named(args):
 
 
 def test_args_that_do_not_fit_are_a_problem_of_the_run_file(make_rewards):
-    with pytest.raises(ConfigError, match=r"reward\.components\.0\.use: args of `code`: scor"):
+    with pytest.raises(ConfigError, match=r"reward\.components\.0\.use: args\.scor"):
         make_rewards({"use": "code", "args": {"scor": 1}})
 
 

@@ -343,7 +343,7 @@ def test_lengths_that_do_not_come_out_are_refused_with_the_sum():
     [
         ({"votes": 3, "sampling_config": {"temperature": 0.0}}, "3 at temperature 0 are 3 times the same vote"),
         ({"sampling_config": {"max_tokens": 100}}, "sampling_config.max_tokens = 100, but response_length = 2048"),
-        ({"gpu_memory_utilization": 0.3}, "a setting of the judge's engine"),
+        ({"gpu_memory_utilization": 0.3}, "a setting of the engine"),
         ({"vote": 3}, "Extra inputs are not permitted"),
         ({"url": None}, "either url or service"),
         ({"service": "judge"}, "either url or service"),

@@ -12,6 +12,7 @@ import yaml
 from hone.cli.main import main
 from hone.config.run import RewardSection
 from hone.data.chat import Tokenizer, character_tokenizer
+from hone.reward.args import settings_of
 from hone.reward.judge.scorer import JudgeReward
 from hone.reward.judge.settings import JudgeSettings
 from hone.reward.judge.user import check
@@ -46,7 +47,7 @@ def test_the_recipe_that_overflows_is_refused_with_the_sum_on_the_page(tmp_path)
 
 
 def test_functions_of_the_users_fit(tmp_path):
-    settings = JudgeSettings.of(yaml.safe_load(blocks("yaml")[2]))
+    settings = settings_of(JudgeSettings, yaml.safe_load(blocks("yaml")[2]))
     config = settings.data_processor_config
     assert config is not None
     (tmp_path / config.path).write_text(blocks("python")[0])

@@ -86,8 +86,7 @@ class _ScriptReader:
                 known = True if self.is_program and token.text == "&&" else result
                 runs = None if known is None else known == (token.text == "&&")
                 self.at += 1
-                while (token := self._peek()) is not None and token.kind == "newline":
-                    self.at += 1
+                self._skip_newlines()
             elif token.kind != "word" and token.text not in ("(", ")"):
                 if token.text == ";;" and "esac" in ends:
                     return result
@@ -135,9 +134,13 @@ class _ScriptReader:
     def _peek(self) -> ShellToken | None:
         return self.tokens[self.at] if self.at < len(self.tokens) else None
 
-    def _take(self, text: str) -> bool:
+    def _skip_newlines(self) -> None:
         while (token := self._peek()) is not None and token.kind == "newline":
             self.at += 1
+
+    def _take(self, text: str) -> bool:
+        self._skip_newlines()
+        token = self._peek()
         if token is not None and token.text == text:
             self.at += 1
             return True

@@ -312,8 +312,7 @@ def logits_forward_bytes_each(work: Pass) -> int:
 
 def logits_forward_bytes(work: Pass) -> int:
     """Bytes of logits and what is made of them, at their most in the forward pass."""
-    each = logits_forward_bytes_each(work)
-    return round(each * work.chunk * work.architecture.vocab / work.tensor_parallel) if work.has_logits else 0
+    return _of_chunk(work, logits_forward_bytes_each(work))
 
 
 def logits_backward_bytes_each(work: Pass) -> int:
@@ -329,8 +328,12 @@ def logits_backward_bytes_each(work: Pass) -> int:
 
 def logits_backward_bytes(work: Pass) -> int:
     """Bytes of logits and what is made of them, at their most while the loss goes backward."""
-    each = logits_backward_bytes_each(work)
-    return round(each * work.chunk * work.architecture.vocab / work.tensor_parallel) if work.has_logits else 0
+    return _of_chunk(work, logits_backward_bytes_each(work))
+
+
+def _of_chunk(work: Pass, bytes_each: int) -> int:
+    """Of one chunk of logits, so many for each."""
+    return round(bytes_each * work.chunk * work.architecture.vocab / work.tensor_parallel) if work.has_logits else 0
 
 
 def output_gradient_bytes(work: Pass) -> int:

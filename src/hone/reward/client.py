@@ -20,10 +20,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from pydantic import ValidationError
-
 from hone.config.run import Section, key
 from hone.errors import RewardError
+from hone.reward.args import settings_of
 from hone.reward.http import (
     FIRST_BACKOFF_S,
     Address,
@@ -103,11 +102,7 @@ class ServiceReward:
     @classmethod
     def from_args(cls, args: Mapping[str, Any], *, folder: Path, services: Addresses = MappingProxyType({})) -> Self:
         """Of a component's args. Raises Unusable when they do not fit."""
-        try:
-            settings = ServiceSettings.model_validate(dict(args))
-        except ValidationError as error:
-            problems = [f"args.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
-            raise Unusable("; ".join(problems)) from None
+        settings = settings_of(ServiceSettings, args)
         ca_file = None if settings.ca_file is None else str(folder / Path(settings.ca_file).expanduser())
         try:
             address = address_of(settings.url, settings.service, settings.token_env, services)

@@ -21,11 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from pydantic import ValidationError
-
 from hone.config.run import Section, key
+from hone.reward.args import settings_of
 from hone.reward.http import token_from
-from hone.reward.resolve import Unusable
 from hone.reward.sandbox.bare import BareProcess
 from hone.reward.sandbox.base import (
     Limits,
@@ -128,11 +126,7 @@ class CodeReward:
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Self:
         """Of a component's args. Raises Unusable with every problem of them."""
-        try:
-            return cls(CodeSettings.model_validate(dict(args)))
-        except ValidationError as error:
-            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
-            raise Unusable(f"args of `code`: {'; '.join(problems)}") from None
+        return cls(settings_of(CodeSettings, args))
 
     async def start(self) -> list[str]:
         """Start the first allowed sandbox that passes its self-test. Without one every score is an infrastructure

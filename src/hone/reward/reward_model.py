@@ -25,7 +25,6 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from hone.config.engine import REWARD_MODEL_BATCH_TOKENS
@@ -37,7 +36,7 @@ from hone.errors import DataError
 from hone.model.decoder import unsupported
 from hone.model.heads import FORM, MEAN, STD, ScalarModel, Sequences, last_token_scores, load_scalar_model
 from hone.model.load import model_folder, read_config
-from hone.reward.resolve import Unusable
+from hone.reward.args import settings_of
 from hone.reward.signature import Range, all_faulty
 from hone.runtime.user_code import DETAIL_CHARACTERS, describe
 from hone.types import Fault, Group, Prompt, Score
@@ -90,12 +89,7 @@ class RewardModel:
     @classmethod
     def from_args(cls, args: Mapping[str, Any], *, folder: Path, timeout_s: float) -> Self:
         """Raises Unusable when the args do not fit."""
-        try:
-            settings = RewardModelSettings.model_validate(dict(args))
-        except ValidationError as error:
-            problems = [f"args.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
-            raise Unusable("; ".join(problems)) from error
-        return cls(settings, folder=folder, timeout_s=timeout_s)
+        return cls(settings_of(RewardModelSettings, args), folder=folder, timeout_s=timeout_s)
 
     async def start(self) -> list[str]:
         """Load the model; returns what is wrong with it."""

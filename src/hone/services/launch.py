@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hone.config.engine import SERVICE_SEQUENCES, TOKEN_VARIABLE
 from hone.config.rules.engines import PORT_WORD
-from hone.config.rules.files import find_program, served_by
+from hone.config.rules.files import find_program, program_path, served_by
 from hone.config.run import RunConfig, ServiceSection
 from hone.devices import machine_kind
 from hone.services.gpus import Split
@@ -77,7 +77,7 @@ def plan_launches(
                 name,
                 name,
                 service,
-                tuple(word.replace(PORT_WORD, str(port)) for word in [*command, *words]),
+                _on_port(port, [*command, *words]),
                 folder.absolute(),
                 environment_with(devices) | service.env | secrets,
                 port,
@@ -134,7 +134,7 @@ def plan_replica(service: ServiceSection, place: ReplicaPlace, folder: Path, log
         place.name,
         place.section,
         service,
-        tuple(word.replace(PORT_WORD, str(port)) for word in [*command, *words]),
+        _on_port(port, [*command, *words]),
         folder.absolute(),
         environment,
         port,
@@ -197,11 +197,14 @@ def engine_note(service: ServiceSection, folder: Path, replicas_in_pool: int = 1
     return f"{said}; without vLLM these do nothing: {unused}" if unused else said
 
 
+def _on_port(port: int, words: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word.replace(PORT_WORD, str(port)) for word in words)
+
+
 def environment_with(devices: str) -> dict[str, str]:
     """This process's, with the service's GPUs, and this Python's programs first on the PATH."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     # Without a terminal Python keeps its output back, and with it the last lines before a crash.
-    return {**os.environ, machine_kind().variable: devices, "PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, machine_kind().variable: devices, "PATH": program_path(), "PYTHONUNBUFFERED": "1"}
 
 
 def _fingerprint(service: ServiceSection, command: list[str], folder: Path, devices: str) -> str:

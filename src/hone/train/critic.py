@@ -97,7 +97,7 @@ class Critic(Learner[ScalarModel]):
     def _learn(self, batch: PreparedBatch, samples: Ints, algorithm: Algorithm, totals: Totals) -> Tensor:
         """Forward, loss and backward of some samples. (4,): loss, and over tokens clips, old values and a count."""
         value_T, index_T = self._forward(batch, samples)
-        columns = dict(zip(batch.names, batch.columns_CT.index_select(1, index_T).unbind(), strict=True))
+        columns = batch.columns_at(index_T)
         values = Values(
             value_T=value_T,
             old_value_T=columns["value_T"],

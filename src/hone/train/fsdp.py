@@ -228,16 +228,16 @@ class ShardedAdamW(AdamW):
         decayed = [self._local[name] for name, p in weights.trained.items() if p.dim() >= 2]
         rest = [self._local[name] for name, p in weights.trained.items() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
         self._visits = list(_parts(self._local, VISIT_BYTES)) if visiting else [list(self._local)]
         self._moments = {
             name: {moment: _zeros_like(p, on_host=visiting) for moment in MOMENTS}
             for name, p in weights.trained.items()
         }
-        for name, local in self._local.items():
-            applied = torch.zeros((), dtype=torch.float32, device=local.device)  # for the bias correction
-            moments = {moment: divided.to_local() for moment, divided in self._moments[name].items()}
-            self._adam.state[local] = {"step": applied, **moments}
+        shares = {
+            local: {moment: divided.to_local() for moment, divided in self._moments[name].items()}
+            for name, local in self._local.items()
+        }
+        self._begin_adam(groups, shares)
 
     @property
     def weights(self) -> ShardedWeights:
@@ -319,10 +319,6 @@ class ShardedAdamW(AdamW):
             yield f"master/{name}", of_place(self._local[parameter])
             for moment, divided in self._moments[parameter].items():
                 yield f"{moment}/{name}", of_place(divided.to_local())
-
-    def _count_applied(self) -> None:
-        for state in self._adam.state.values():
-            state["step"].fill_(self.num_applied)
 
 
 def _zeros_like(parameter: DTensor, *, on_host: bool) -> DTensor:

@@ -297,9 +297,17 @@ class AdamW(ABC):
     @abstractmethod
     def _clear_gradient(self) -> None: ...
 
-    @abstractmethod
+    def _begin_adam(self, groups: Sequence[dict[str, Any]], moments: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Torch's Adam of these groups of parameters, on these moments."""
+        lr, betas, eps = self.settings.lr, self.settings.betas, self.settings.eps
+        self._adam = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        for parameter, own in moments.items():
+            applied = torch.zeros((), dtype=torch.float32, device=parameter.device)  # for the bias correction
+            self._adam.state[parameter] = {"step": applied, **own}
+
     def _count_applied(self) -> None:
-        """Set Adam's count of applied steps."""
+        for state in self._adam.state.values():
+            state["step"].fill_(self.num_applied)
 
     def _restore_counts(self, rest: Mapping[str, Any]) -> None:
         self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
@@ -323,10 +331,7 @@ class FlatAdamW(AdamW):
             parameter.grad = weights.grad[segment]
             moments_of[parameter] = {name: moment[segment] for name, moment in self.moments.items()}
             groups.append({"params": [parameter], "weight_decay": weight_decay})
-        self._adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
-        for parameter, moments in moments_of.items():
-            applied = torch.zeros((), dtype=torch.float32, device=parameter.device)  # for the bias correction
-            self._adam.state[parameter] = {"step": applied, **moments}
+        self._begin_adam(groups, moments_of)
 
     @property
     def weights(self) -> FlatWeights:
@@ -378,10 +383,6 @@ class FlatAdamW(AdamW):
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for kind, buffer in self._buffers().items():
             yield from ((f"{kind}/{name}", tensor) for name, tensor in self.weights.split(buffer).items())
-
-    def _count_applied(self) -> None:
-        for state in self._adam.state.values():
-            state["step"].fill_(self.num_applied)
 
 
 def accurate_norm(x: Tensor) -> Tensor:

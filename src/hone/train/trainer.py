@@ -142,6 +142,10 @@ class PreparedBatch:
             batch.prompts, batch.pictures, shape, token_ids_T, tuple(names), columns_CT, len(batch.engines), routing
         )
 
+    def columns_at(self, index_T: Tensor) -> dict[str, Tensor]:
+        """The per-token columns, by name, at some tokens."""
+        return dict(zip(self.names, self.columns_CT.index_select(1, index_T).unbind(), strict=True))
+
 
 def lay_out(batch: PreparedBatch, samples: Ints) -> tuple[Layout, Tensor]:
     """The microbatch of `samples`, and (t,) index of their tokens, sample by sample, into the batch's columns.
@@ -234,7 +238,7 @@ def train_microbatch(
         entropy_has_gradient=algorithm.entropy_has_gradient,
         balance=balance,
     )
-    columns = dict(zip(batch.names, batch.columns_CT.index_select(1, index_T).unbind(), strict=True))
+    columns = batch.columns_at(index_T)
     tokens = LossTokens(
         logprobs_T=logprobs_T,
         entropy_T=entropy_T,

@@ -200,7 +200,12 @@ def find_program(word: str, folder: Path) -> str | None:
     """
     if "/" in word:
         return shutil.which(str(folder.absolute() / Path(word).expanduser()))
-    return shutil.which(word, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    return shutil.which(word, path=program_path())
+
+
+def program_path() -> str:
+    """The PATH, with the folder of this Python's programs first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def architecture_of(config: RunConfig, folder: Path) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from statistics import fmean, pstdev
 from types import MappingProxyType
 from typing import Any, Self
 
+from hone.reward.args import settings_of
 from hone.reward.client import address_of
 from hone.reward.http import Addresses, Counts
 from hone.reward.judge.asking import REFUSED, Asker, EngineFigures, Traffic, Vote
@@ -114,7 +115,7 @@ class JudgeReward:
 
         `timeout_s`, the component's, is for each call of a function of the user's.
         """
-        settings = JudgeSettings.of(args)
+        settings = settings_of(JudgeSettings, args)
         counter = ByteBound() if settings.tokenizer is None else TokenizerCounter(folder / settings.tokenizer)
         (low, high), method = settings.scale, settings.methods[0]
         text = template_text(settings, folder, GRM)

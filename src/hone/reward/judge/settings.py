@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
-from hone.config.engine import JUDGE_ANSWER_TOKENS, ROLE_TOKENS, EngineSection
+from hone.config.engine import JUDGE_ANSWER_TOKENS, ROLE_TOKENS
 from hone.config.run import Section, key
 from hone.reward.http import FIRST_BACKOFF_S
 from hone.reward.judge.guard import FLAGS, Flag
@@ -122,14 +121,6 @@ class JudgeSettings(Section):
     log_every_s: float = key(60.0, unit="seconds", ge=0)
     """Between two lines about throughput; 0: after each group."""
 
-    @classmethod
-    def of(cls, args: Mapping[str, Any]) -> Self:
-        """Of a component's args. Raises Unusable with every problem of them."""
-        try:
-            return cls.model_validate(dict(args))
-        except ValidationError as error:
-            raise Unusable("; ".join(map(_problem, error.errors()))) from None
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         sampling, (low, high) = self.sampling_config, self.scale
@@ -235,11 +226,3 @@ def template_text(settings: JudgeSettings, folder: Path, built_in: str) -> str:
     if missing:
         raise Unusable(f"template: {path} has no {' and no '.join(missing)}")
     return text
-
-
-def _problem(error: Mapping[str, Any]) -> str:
-    place = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden" and place in EngineSection.model_fields:
-        return f"args.{place}: a setting of the judge's engine; set it where that is started (services.NAME.engine)"
-    said = error["msg"].removeprefix("Value error, ")
-    return f"args.{place}: {said} (got {error['input']!r})" if place else f"args: {said}"
