@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from hone.dialects.foreign import OPEN, hole, holes_in
-from hone.dialects.shell_text import changed, path_of
 from hone.dialects.shell_words import bracket_end, hole_end, quoted_end, tokens_of
 
 MAX_DEPTH = 12
@@ -185,7 +186,7 @@ def _output(command: str, scope: ShellScope, depth: int) -> str:
         words = [
             word for token in tokens for word in (expand(token.text, scope) if token.kind == "word" else [token.text])
         ]
-        if not any(map(_has_holes, words)) and (path := path_of(words)) is not None:
+        if not any(map(_has_holes, words)) and (path := _path_of(words)) is not None:
             return path
     return hole(f"$({' '.join(command.split())})")
 
@@ -247,7 +248,7 @@ def _braces(inner: str, scope: ShellScope, depth: int) -> tuple[str, list[str] |
         number = int(index[1:-1])
         return (value[number] if number < len(value) else ""), None
     if not index and isinstance(value, str) and len(value) < 4096 and not _has_holes(value + rest):
-        other = changed(value, rest, lambda text: expand_document(text, scope))
+        other = _changed(value, rest, lambda text: expand_document(text, scope))
         if other is not None:
             return other, None
     if index or (rest and rest[0] not in ":-=?+"):
@@ -319,3 +320,60 @@ def _number(node: ast.expr, depth: int) -> int:
         if abs(value) < 1 << 63:
             return value
     raise ValueError("not arithmetic")
+
+
+def _changed(value: str, operator: str, expand: Callable[[str], str]) -> str | None:
+    """`${x#a}`, `${x%a}`, `${x/a/b}`, `${x,,}`, `${x:1:2}`: what the operator after the name makes of a value.
+
+    Args:
+        expand: variables of a replacement.
+    Returns:
+        None where the operator is another one.
+    """
+    if operator[:1] in ("#", "%") and len(operator) > 1:
+        return _without(value, operator)
+    if operator in (",", ",,", "^", "^^"):
+        change = str.lower if operator[0] == "," else str.upper
+        return change(value) if len(operator) == 2 else change(value[:1]) + value[1:]
+    if (cut := re.fullmatch(r":\s*(\d{1,4})(?::\s*(\d{1,4}))?", operator)) is not None:
+        start = int(cut[1])
+        return value[start:] if cut[2] is None else value[start : start + int(cut[2])]
+    if operator[:1] == "/" and (parts := re.fullmatch(r"/(/?)((?:[^\\/]|\\.)+)(?:/(.*))?", operator, re.DOTALL)):
+        pattern, replacement = re.sub(r"\\(.)", r"\1", parts[2]), expand(parts[3] or "")
+        if re.search(r"[*?\[\]$#%]", parts[2]) or len(value) * max(1, len(replacement)) > 1_000_000:
+            return None
+        return value.replace(pattern, replacement, -1 if parts[1] else 1)
+    return None
+
+
+def _without(value: str, operator: str) -> str:
+    """`${x#pattern}`, `##`, `%`, `%%`: without the shortest or the longest start or end that fits."""
+    is_start, is_longest = operator[0] == "#", operator[:2] in ("##", "%%")
+    pattern = operator.lstrip("#%")
+    cuts = range(len(value) + 1) if is_start != is_longest else range(len(value), -1, -1)
+    for cut in cuts:
+        part, left = (value[:cut], value[cut:]) if is_start else (value[cut:], value[:cut])
+        if fnmatchcase(part, pattern):
+            return left
+    return value
+
+
+def _path_of(words: Sequence[str]) -> str | None:
+    """What `basename`, `dirname`, `realpath` or `cd ... && pwd` prints, by the text alone; None for other commands.
+
+    Relative paths stay relative.
+    """
+    words = [word for word in words if word not in ("--", "-P", "-f", "-e", "-m")]
+    if len(words) == 4 and words[0] == "cd" and words[2:] in (["&&", "pwd"], [";", "pwd"]):
+        return posixpath.normpath(words[1])
+    if len(words) == 3 and words[0] == "basename":
+        name = posixpath.basename(words[1].rstrip("/"))
+        return name.removesuffix(words[2]) or name
+    if len(words) != 2:
+        return None
+    path = words[1].rstrip("/") or "/"
+    if words[0] == "basename":
+        return posixpath.basename(path) or "/"
+    if words[0] == "dirname":
+        return posixpath.dirname(path) or "."
+    return posixpath.normpath(path) if words[0] in ("realpath", "readlink") else None
