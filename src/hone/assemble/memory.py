@@ -17,7 +17,7 @@ from hone.config.render import resolved_yaml
 from hone.config.run import Checkpointing, RunConfig
 from hone.config.topology import topology_of
 from hone.config.yaml_tree import Where
-from hone.devices import is_accelerator
+from hone.devices import ASCEND, is_accelerator, torch_kind
 from hone.errors import ConfigError, DataError, MemoryExhausted
 from hone.memory import calibration
 from hone.memory.gauges import GIB, Busy, DeviceGauge, HostGauge, Meter, nvml_reader, ran_out_of_memory
@@ -155,8 +155,9 @@ def exhausted(error: BaseException) -> MemoryExhausted | None:
 
 def one_device(kind: Any, memory_bytes: int) -> Hardware:
     """This device as a plan of memory sees it; of its speed nothing is asked."""
+    is_npu = kind == "gpu" and torch_kind() is ASCEND
     return Hardware(
-        name="this GPU" if kind == "gpu" else "this process",
+        name=f"{ASCEND.vendor} {ASCEND.resource}" if is_npu else "this GPU" if kind == "gpu" else "this process",
         kind=kind,
         devices=1,
         memory_bytes=memory_bytes,

@@ -152,7 +152,7 @@ def run_file(
         "model": {"init": dict(shape), "characters": "0123456789+= "},
         "data": {"train": "rows.jsonl", "answer_column": "answer", "max_prompt_tokens": 16},
         "reward": SCATTERED,
-        "rollout": {"group_size": 8, "max_response_tokens": 8 if setting.tiny else 512},
+        "rollout": {"group_size": 8, "max_response_tokens": 8 if setting.tiny else 128},
         "train": {"prompts_per_step": 4 if setting.tiny else 32, "optimizer": {"lr": 1e-6}},
         "checkpoint": {"every": 1},
         "observe": {"console": "quiet", "tensorboard": False, "trace": False},
