@@ -1,5 +1,6 @@
 """What vLLM is started with, without vLLM."""
 
+import asyncio
 import json
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from hone.config.engine import EngineSection
 from hone.config.run import DataSection, LoraSection
 from hone.errors import EngineError
 from hone.rollout.engine import Sampling
+from hone.rollout.vllm import VllmEngine
 from hone.rollout.vllm_adapter import VllmAdapter
 from hone.rollout.vllm_args import VllmPlace, check_sampling, engine_arguments
 from hone.rollout.vllm_requests import VllmPictures, vllm_prompt
@@ -225,3 +227,10 @@ def test_vllm_expects_pictures_as_large_as_the_run_has_them(most, columns, found
     assert picture_pixels(data, {"preprocessor_config.json": json.dumps(processor)}) == found
     tiles = {"preprocessor_config.json": json.dumps({"image_processor_type": "GotOcr2ImageProcessor"})}
     assert picture_pixels(data, tiles) is None and picture_pixels(data, {}) is None
+
+
+def test_other_accelerators_than_gpus_are_refused_aloud(place, monkeypatch):
+    monkeypatch.setattr("hone.rollout.vllm.device_of", lambda wanted, key: torch.device("privateuseone"))
+    options = {"decode": str, "eos_ids": (), "timeout_s": 1.0, "start_timeout_s": 1.0}
+    with pytest.raises(EngineError, match=r"this machine has an accelerator of type `privateuseone`. Set cluster"):
+        asyncio.run(VllmEngine.start(place, EngineSection(), **options))

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hone.config.engine import EngineSection
+from hone.devices import device_of
 from hone.errors import DataError, EngineError
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.load import read_weights
@@ -104,8 +104,14 @@ class VllmEngine:
         Raises:
             EngineError: vLLM is not installed, in a version that is not supported, or could not start in time.
         """
+        device = device_of("auto", "cluster.engines.use")
+        if device.type not in ("cuda", "cpu"):
+            raise EngineError(
+                f"cluster.engines.use = vllm: Hone runs vLLM on GPUs of NVIDIA and AMD and on CPUs; this machine has "
+                f"an accelerator of type `{device.type}`. Set cluster.engines.use = hone."
+            )
+        on_gpu = device.type == "cuda"
         executor = ThreadPoolExecutor(1, thread_name_prefix="hone-vllm")  # a GPU is chosen thread by thread
-        on_gpu = torch.cuda.is_available()
         arguments = engine_arguments(settings, place, on_gpu=on_gpu)
         environment = ENVIRONMENT | ({} if on_gpu else CPU_ENVIRONMENT)
         environment |= ROUTING_ENVIRONMENT if place.records_routing else {}
