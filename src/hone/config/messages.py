@@ -105,7 +105,7 @@ def unknown_key(path: str) -> str:
     if said := _section(section).elsewhere.get(name):
         return f"{said}. Leave it out here"
     if close := nearest(name, here):
-        return f"unknown key. Did you mean {_join(section, close)}?"
+        return f"unknown key. Did you mean {schema.join_path(section, close)}?"
     elsewhere = [key.path for key in schema.all_keys().values() if key.name == name]
     elsewhere += [known for known in schema.all_sections() if known and known.rpartition(".")[2] == name]
     if elsewhere:
@@ -168,7 +168,3 @@ def _cure(key: schema.Key, got: Any) -> str:
 
 def _section(path: str) -> type[Section]:
     return schema.all_sections().get(schema.generic(path), Section)
-
-
-def _join(section: str, name: str) -> str:
-    return f"{section}.{name}" if section else name

@@ -72,7 +72,7 @@ def all_sections() -> Mapping[str, type[Section]]:
 def section_maps() -> frozenset[str]:
     """Paths of the mappings from names that the user gives to sections: `services`."""
     return frozenset(
-        _join(path, name)
+        join_path(path, name)
         for path, section in all_sections().items()
         for name, field in section.model_fields.items()
         if get_origin(field.annotation) is dict and _inner_section(field.annotation)[0]
@@ -122,13 +122,13 @@ def _sections(section: type[Section], path: str) -> Iterator[tuple[str, type[Sec
     for name, field in section.model_fields.items():
         inner, is_many = _inner_section(field.annotation)
         if inner:
-            yield from _sections(inner, _join(path, f"{name}.*" if is_many else name))
+            yield from _sections(inner, join_path(path, f"{name}.*" if is_many else name))
 
 
 def _walk(section: type[Section], path: str, defaults: Section | None = None) -> Iterator[Key]:
     """Keys below a path. `defaults`: the section that stands there by default, where it is not the class's own."""
     for name, field in section.model_fields.items():
-        here, default = _join(path, name), field.default if defaults is None else getattr(defaults, name)
+        here, default = join_path(path, name), field.default if defaults is None else getattr(defaults, name)
         inner, is_many = _inner_section(field.annotation)
         if inner is None or inner.short_key:
             yield _key(here, field, default)
@@ -155,7 +155,8 @@ def _key(path: str, field: FieldInfo, default: Any) -> Key:
     )
 
 
-def _join(path: str, name: str) -> str:
+def join_path(path: str, name: str) -> str:
+    """The path of a key or section in the section at `path`; the root has none."""
     return f"{path}.{name}" if path else name
 
 

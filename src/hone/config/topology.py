@@ -7,7 +7,7 @@ what does not divide is refused in `rules/placement.py`, not here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any, Literal, get_args
@@ -91,6 +91,11 @@ class Topology:
     def colocated(self) -> bool:
         """Trainer and engines take turns on the same devices."""
         return self.shares_devices("policy", "rollout")
+
+    @property
+    def groups(self) -> Mapping[Role, TrainerGroup | None]:
+        """The ranks of each trained role; None: the run has no such role."""
+        return {"policy": self.trainer, "critic": self.critic, "reference": self.reference}
 
     @property
     def apart(self) -> dict[str, tuple[Role, ...]]:
@@ -321,8 +326,7 @@ def _turns(topology: Topology) -> str:
 
 def _division(topology: Topology, role: Role) -> str:
     """How a role's devices are divided, in words."""
-    groups = {"policy": topology.trainer, "critic": topology.critic, "reference": topology.reference}
-    if group := groups.get(role):
+    if group := topology.groups.get(role):
         if role != "policy" and group.pool == topology.trainer.pool:
             return "on the policy's ranks"
         sizes = {

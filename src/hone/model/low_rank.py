@@ -72,12 +72,12 @@ class FusedLinear(nn.Module):
 
         The factor that is whole on every rank is used by each for its part of the work, so its gradient is a sum.
         """
-        weight, bias, a, *b = (_local(tensor) for tensor in (self.weight, self.bias, self.a, *self.b))
-        assert weight is not None and a is not None
+        weight, a, *b = map(local_part, (self.weight, self.a, *self.b))
+        bias = None if self.bias is None else local_part(self.bias)
         if isinstance(x, DTensor):  # whole: `parallel.py` has the gradients of all parts added up before over the ranks
             x = x.to_local(grad_placements=[Partial()])
             return _FusedLowRank.apply(x, weight, bias, self.scale, self.spans, with_summed_gradient(a, group), *b)
-        b = [with_summed_gradient(factor, group) for factor in b if factor is not None]
+        b = [with_summed_gradient(factor, group) for factor in b]
         total = summed(_FusedLowRank.apply(x, weight, None, self.scale, self.spans, a, *b), group)
         return total if bias is None else total + bias
 
@@ -109,7 +109,8 @@ class FusedLinear(nn.Module):
         self.tensor_group = mesh.get_group()
 
 
-def _local(tensor: Tensor | None) -> Tensor | None:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a divided tensor; of another, all."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

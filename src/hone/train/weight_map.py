@@ -25,6 +25,7 @@ from hone.model.base import CausalModel
 from hone.model.fingerprint import Fingerprint
 from hone.model.heads import ScalarModel
 from hone.model.hf import TransformersModel
+from hone.model.low_rank import local_part
 from hone.model.weights import Contents, checked
 from hone.train.mesh import TENSOR, Mesh
 from hone.train.tensor_files import Share, box_of
@@ -48,7 +49,7 @@ class WeightMap:
     """Where everything of a model is; to be asked while each rank still has whole parameters, or parts of layers."""
 
     def __init__(self, model: CausalModel | ScalarModel) -> None:
-        self._owners = {_storage(p): (name, _local(p)) for name, p in model.named_parameters()}
+        self._owners = {_storage(p): (name, local_part(p)) for name, p in model.named_parameters()}
         own = dict(model.named_weights() if isinstance(model, ScalarModel) else model.own_weights())
         self.weights = {name: self.of(weight) for name, weight in own.items() if _storage(weight) in self._owners}
         """Of each base weight, by its Hugging Face name."""
@@ -58,7 +59,7 @@ class WeightMap:
     def of(self, view: Tensor) -> WeightPart:
         """The place of a view of a parameter."""
         name, parameter = self._owners[_storage(view)]
-        offset = int(_local(view).storage_offset() - parameter.storage_offset())
+        offset = int(local_part(view).storage_offset() - parameter.storage_offset())
         return WeightPart(name, view.shape, view.stride(), offset)
 
 
@@ -115,13 +116,9 @@ def is_first_of_copies(parameter: DTensor, mesh: Mesh) -> bool:
     return not any(copies)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _storage(tensor: Tensor) -> int:
     """The same for all views of the same memory."""
-    return _local(tensor).untyped_storage()._cdata
+    return local_part(tensor).untyped_storage()._cdata
 
 
 @torch.no_grad()

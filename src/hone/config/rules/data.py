@@ -8,7 +8,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,13 @@ def _indexed(path: Path) -> Path | None:
     return next((pair for pair in pairs if pair.name == prefix.name or pair.name.startswith(f"{prefix.name}_")), None)
 
 
+def lists_of_sources(config: RunConfig) -> Mapping[str, Sequence[SourceSection] | None]:
+    return {"data.train": config.data.train, "data.eval": config.data.eval, "sft.data": config.sft.data}
+
+
 def sources_of(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
     """Path and source of every entry of `data.train`, `data.eval` and `sft.data`."""
-    lists = {"data.train": config.data.train, "data.eval": config.data.eval, "sft.data": config.sft.data}
-    for path, sources in lists.items():
+    for path, sources in lists_of_sources(config).items():
         yield from ((f"{path}.{number}", source) for number, source in enumerate(sources or ()))
 
 

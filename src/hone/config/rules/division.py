@@ -33,8 +33,7 @@ def training_divides(config: RunConfig) -> Iterator[Breach]:
     topology, settings = known_topology(config), config.cluster.trainer
     if topology is None:
         return
-    groups = {"policy": topology.trainer, "critic": topology.critic, "reference": topology.reference}
-    for role, group in groups.items():
+    for role, group in topology.groups.items():
         if group is None or (role != "policy" and group.pool == topology.trainer.pool):
             continue
         size, tensor, where = group.world_size, settings.tensor_parallel, _devices_key(group.pool)

@@ -23,7 +23,7 @@ from hone.config.derived import (
 from hone.config.rewards import builtin_reward
 from hone.config.rules import Breach
 from hone.config.rules.algorithm import ALGORITHM_RULES
-from hone.config.rules.data import key_of, sources_of, template_columns
+from hone.config.rules.data import key_of, lists_of_sources, sources_of, template_columns
 from hone.config.rules.division import heads_divide, optimizer_steps_divide_the_update
 from hone.config.rules.engines import ENGINE_RULES
 from hone.config.rules.files import (
@@ -147,8 +147,7 @@ def rows_are_ranges(config: RunConfig) -> Iterator[Breach]:
 
 
 def sources_fit_together(config: RunConfig) -> Iterator[Breach]:
-    lists = {"data.train": config.data.train, "data.eval": config.data.eval, "sft.data": config.sft.data}
-    for path, sources in lists.items():
+    for path, sources in lists_of_sources(config).items():
         if sources == ():
             yield Breach((path,), "names no source. Add one")
         weighted = (number for number, source in enumerate(sources or ()) if source.weight is not None)
