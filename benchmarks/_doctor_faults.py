@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 from _doctor_planted import (
     disk_that_fills,
+    inverted_reward,
     nan_in_step,
     other_chat_template,
     other_tokenizer,
@@ -195,6 +196,7 @@ FAULTS = (
         "staleness_4", ("off_policy",), {"rollout.max_staleness": 4, "algorithm.correction": "none", LR: 1e-3}
     ),
     Fault("sign", ("weight_negative",), {"reward.components": [{"use": "exact", "weight": -1.0}]}, steps=30),
+    Fault("reward_inverted", ("reward_inverted",), planted=inverted_reward, steps=15),
     Fault("parser_broken", ("reward_broken",), rewards=of_samples(lambda sample, group: 0.0), steps=15),
     Fault("length_pays", LENGTH, steps=60,
           rewards=of_samples(lambda s, g: min(len(s.token_ids) / RESPONSE_TOKENS, 1) + 0.2 * right(s, g))),

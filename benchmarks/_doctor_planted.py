@@ -94,6 +94,15 @@ def other_chat_template(folder: Path) -> Iterator[Mapping[str, Any]]:
     yield {"model.chat_template": str(folder / "chat.jinja"), "data.chat": True}
 
 
+@contextlib.contextmanager
+def inverted_reward(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """A user's function that pays for everything but the answer."""
+    (folder / "inverted.py").write_text(
+        "def score(group):\n    return [float(s.text.strip() != group.prompt.answer) for s in group.samples]\n"
+    )
+    yield {"reward.components": [{"use": f"{folder / 'inverted.py'}:score"}]}
+
+
 def rounded(batch: Batch) -> Batch:
     return replace(batch, sampler_logprobs_T=batch.sampler_logprobs_T.to(torch.bfloat16).float())
 

@@ -315,3 +315,17 @@ def test_a_learning_rate_that_is_still_rising_is_told_from_one_that_is_too_low(w
 )
 def test_an_evaluation_on_training_rows_is_worth_a_word(seen, expected):
     assert alarms_of({}, {"eval/seen_frac": seen, "eval/accuracy": 0.5}) == expected
+
+
+@pytest.mark.parametrize(
+    ("answers", "policy", "weight", "expected"),
+    [
+        (0.0, 0.6, 1.0, [("answers_fail", "reward_inverted")]),
+        (0.0, 0.0, 1.0, [("answers_fail", "reward_broken")]),
+        (0.0, 0.0, -1.0, [("answers_fail", "weight_negative")]),
+        (0.4, 0.6, 1.0, []),
+    ],
+)
+def test_answers_without_reward_are_named_in_the_first_step(answers, policy, weight, expected):
+    settings = {"reward": {"components": [{"use": "exact", "weight": weight}]}}
+    assert alarms_of(settings, {"rollout/answer_pass_rate": answers, "rollout/pass_rate": policy}, times=1) == expected

@@ -105,7 +105,7 @@ def test_a_failed_run_says_why_in_its_events(tmp_path):
     [
         ({"rollout/answer_surprise": 0.9}, ("all_wrong", "prompts_unlike_training")),
         ({"rollout/answer_surprise": 0.2}, ("all_wrong", "reward_broken")),
-        ({"rollout/answer_pass_rate": 0.0, "rollout/answer_surprise": 0.9}, ("all_wrong", "reward_broken")),
+        ({"rollout/answer_pass_rate": 0.0, "rollout/answer_surprise": 0.9}, ("answers_fail", "reward_broken")),
         ({"rollout/answer_pass_rate": 1.0, "rollout/answer_surprise": 0.2}, ("all_wrong", "prompts_too_hard")),
         ({"rollout/answer_pass_rate": 1.0, "rollout/answer_surprise": 0.9}, ("all_wrong", "prompts_unlike_training")),
     ],

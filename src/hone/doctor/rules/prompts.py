@@ -63,6 +63,7 @@ PROMPTS = (
             "entropy_explosion",
             "reward_sign",
             "reward_constant",
+            "answers_fail",
         ),
         causes=(
             TEMPERATURE_TOO_HIGH,

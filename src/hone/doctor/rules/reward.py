@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from hone.doctor.history import RECENT, History
-from hone.doctor.rule import AlarmRule, Cause, when
-from hone.doctor.rules.common import CORRELATION, LENGTH, OF_COMPONENTS, OURS, REWARD, is_flat, pays_length
+from hone.doctor.rule import AlarmRule, Cause, below, when
+from hone.doctor.rules.common import (
+    ANSWERS_PASS,
+    CORRELATION,
+    LENGTH,
+    OF_COMPONENTS,
+    OURS,
+    PASS,
+    REWARD,
+    is_flat,
+    pays_length,
+)
 
 SPREAD = "rollout/reward_std"
 
@@ -18,6 +28,39 @@ def _became_constant(h: History) -> bool:
 
 
 REWARDS = (
+    AlarmRule(
+        name="answers_fail",
+        level="data",
+        pattern="the data's own answers do not earn the reward",
+        metrics=(ANSWERS_PASS, PASS),
+        when=below(ANSWERS_PASS, 0.1),
+        of=(1, 1),
+        causes=(
+            Cause(
+                name="weight_negative",
+                what="a component that measures success has a negative weight, so success is punished.",
+                change="reward.components: the sign of its weight",
+                confirm="hone check RUN.yaml: with a positive weight the gold answers score above others.",
+                applies=lambda h: any(weight < 0 for weight in _weights(h).values()),
+                reads=("reward/<component>_mean",),
+            ),
+            Cause(
+                name="reward_inverted",
+                what="responses of the policy earn the reward that right answers do not: it pays for what is wrong.",
+                change="reward.components: a score that is higher for right answers",
+                confirm="hone check RUN.yaml: other rows' answers score above the gold ones.",
+                applies=lambda h: h.now(PASS) > 0.2,
+            ),
+            Cause(
+                name="reward_broken",
+                what="the reward, its parser or the answers are wrong, a right response has more than the answer, or "
+                "eval.threshold is out of reach.",
+                change="reward.components: make hone check RUN.yaml score the gold answers 1; eval.threshold",
+                confirm="hone check RUN.yaml names rows whose gold answer scores below 1.",
+            ),
+        ),
+        source=OURS,
+    ),
     AlarmRule(
         name="reward_constant",
         level="data",
