@@ -155,7 +155,9 @@ class FaultyServer:
             else:
                 connections[asyncio.create_task(converse(reader, writer))] = writer
 
-        async with await asyncio.start_server(connected, self.host, port, ssl=self.tls) as server:
+        # A client that is gone does not say goodbye, for which TLS waits 30 s by default.
+        waits = {"ssl_shutdown_timeout": 1.0} if self.tls else {}
+        async with await asyncio.start_server(connected, self.host, port, ssl=self.tls, **waits) as server:
             self.port = server.sockets[0].getsockname()[1]
             started()
             await self._stop.wait()
