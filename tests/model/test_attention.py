@@ -105,6 +105,14 @@ def test_bfloat16_is_close(layout):
         torch.testing.assert_close(ours.double(), theirs, atol=0.1, rtol=0.05)
 
 
+def test_scores_are_not_rounded_before_the_softmax():
+    """Large ones, which bfloat16 would round by some hundredths: the error would be twice as large as it is."""
+    q, k, v = (x.detach().mul(factor).bfloat16() for x, factor in zip(random_qkv(LARGE, 4, 2), (6, 1, 1), strict=True))
+    exact = shared_prompt_attention(LARGE)(0, q.double(), k.double(), v.double())[: LARGE.num_tokens]
+    found = shared_prompt_attention(LARGE)(0, q, k, v)[: LARGE.num_tokens].double()
+    assert (found - exact).norm() / exact.norm() < 4e-3
+
+
 def test_huge_scores_stay_finite():
     q, k, v = (x.detach().float() * 1e3 for x in random_qkv(LARGE, 2, 1))
     assert shared_prompt_attention(LARGE)(0, q, k, v).isfinite().all()

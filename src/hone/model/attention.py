@@ -219,11 +219,16 @@ def score_dtype(x: Tensor) -> torch.dtype:
 
 
 def _scores(queries: Tensor, keys: Tensor, rows: _BlockRows, workspace: _Workspace) -> Tensor:
-    """(B * Hkv, Hq / Hkv * Q, K) scaled scores in units of ln 2, -inf where hidden: exp2 is faster than exp on CPUs."""
+    """(B * Hkv, Hq / Hkv * Q, K) scaled scores in units of ln 2, -inf where hidden: exp2 is faster than exp on CPUs.
+
+    They are float32 at least from the product on: bfloat16 would round a score of 20 by up to 0.06.
+    """
     shape = len(queries), queries.shape[1], keys.shape[1]
     scale = queries.shape[-1] ** -0.5 * math.log2(math.e)
-    products = _product(queries, keys.mT, scale, workspace.empty("scores", shape, queries.dtype))
-    scores = _cast(products, rows.bias, "scores", workspace)
+    exact_queries, exact_keys = (
+        _cast(x, rows.bias, name, workspace) for x, name in ((queries, "queries"), (keys, "keys"))
+    )
+    scores = _product(exact_queries, exact_keys.mT, scale, workspace.empty("scores", shape, rows.bias.dtype))
     scores.view(len(rows.bias), -1, *rows.bias.shape[2:]).add_(rows.bias)
     return scores
 

@@ -24,9 +24,9 @@ from hone.sizes import BLOCK_SCORES, FLASH_WIDTH, QUERY_ROWS
 
 INDEX_BYTES = 8
 """Of a place of a token, or of one head of it."""
-SCORE_BYTES = {(4, False): 4, (4, True): 8, (2, False): 8, (2, True): 14}
-"""Bytes of attention's workspace per score, by bytes per number and whether it goes backward: scores, their gradient,
-and for bfloat16 the copies in float32."""
+SCORE_BYTES = {(4, False): 4, (4, True): 8, (2, False): 6, (2, True): 12}
+"""Bytes of attention's workspace per score, by bytes per number and whether it goes backward: scores and their gradient
+in float32, and for bfloat16 their copies, and the gradient as it was before."""
 
 Implementation = Literal["hone", "transformers"]
 Loss = Literal["chunked", "naive"]
