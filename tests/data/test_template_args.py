@@ -10,7 +10,7 @@ from hone.config.run import DataSection, ModelSection
 from hone.data.chat import load_tokenizer, thinks
 from hone.data.prompts import load_prompts
 from hone.errors import DataError
-from hone.run.check import check_template, preview
+from hone.run.check_rows import check_template, preview
 from hone.run.report import CheckReport
 
 TEMPLATE = (
