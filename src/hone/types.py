@@ -206,6 +206,11 @@ class Sample(WithArrays):
         if self.routing is not None and len(self.routing) != count:
             raise ValueError(f"a sample has {count} tokens, and the routing of {len(self.routing)}")
 
+    @property
+    def is_written_T(self) -> NDArray[np.bool_]:
+        """(n,) whether the policy wrote each token."""
+        return np.ones(len(self.token_ids), np.bool_) if self.loss_mask is None else self.loss_mask
+
     def drawn_by(self, engine: str) -> Sample:
         """The same sample, with the name of the engine that drew it: a copy, without the checks that it has passed."""
         copied = object.__new__(Sample)

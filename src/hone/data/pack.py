@@ -31,12 +31,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     reward_S = np.array([math.nan if reward is None else reward for reward in rewards], np.float32)
     mask_T = _of_tokens((~np.isnan(reward_S)).astype(np.float32), lengths)
     if any(s.loss_mask is not None for s in samples):
-        mask_T *= torch.from_numpy(
-            joined(
-                [np.ones(len(s.token_ids), np.bool_) if s.loss_mask is None else s.loss_mask for s in samples],
-                np.float32,
-            )
-        )
+        mask_T *= torch.from_numpy(joined([s.is_written_T for s in samples], np.float32))
     # Environment tokens may carry any logprob, even NaN; 0 x NaN would reach the loss.
     sampler_logprobs_T = torch.from_numpy(joined([s.sampler_logprobs for s in samples], np.float32))
     sampler_logprobs_T.masked_fill_(mask_T == 0, 0)

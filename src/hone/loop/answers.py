@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hone.data.pack import collate
 from hone.reward.rewards import Rewards
@@ -48,7 +47,7 @@ class Answers:
         if not written:
             return {}
         found = {"rollout/answer_tokens_mean": sum(len(ids) for _, ids in written) / len(written)}
-        logprobs = [sample.sampler_logprobs[_written_by_policy(sample)] for group in groups for sample in group.samples]
+        logprobs = [sample.sampler_logprobs[sample.is_written_T] for group in groups for sample in group.samples]
         if count := sum(map(len, logprobs)):
             total = sum(float(of_one.sum()) for of_one in logprobs)
             found["rollout/response_surprise"] = -total / count / math.log(self.vocab_size)
@@ -75,11 +74,6 @@ class Answers:
 
     def _within_limit(self, written: list[tuple[Prompt, Sequence[int]]]) -> list[tuple[Prompt, Sequence[int]]]:
         return [(prompt, ids) for prompt, ids in written if len(ids) <= self.limit_tokens]
-
-
-def _written_by_policy(sample: Sample) -> NDArray[np.bool_]:
-    """(n,) which of its tokens are not an environment's."""
-    return np.ones(len(sample.token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
 
 
 def _group(prompt: Prompt, ids: Sequence[int], text: str = "") -> Group:

@@ -257,9 +257,9 @@ def with_trainer_columns(batch: Batch, movement: Movement | None) -> Batch:
         batch = batch.with_column("policy_entropy_T", _of_the_first(movement.entropy_T, batch))
     if (old_T := batch.columns.get("old_logprobs_T")) is not None:
         return batch.with_column("trainer_logprobs_T", old_T)
-    return (
-        batch if movement is None else batch.with_column("trainer_logprobs_T", _of_the_first(movement.before_T, batch))
-    )
+    if movement is not None:
+        return batch.with_column("trainer_logprobs_T", _of_the_first(movement.before_T, batch))
+    return batch
 
 
 def _of_the_first(value_T: Tensor, batch: Batch) -> Tensor:

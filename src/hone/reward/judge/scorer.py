@@ -115,7 +115,7 @@ class JudgeReward:
 
         `timeout_s`, the component's, is for each call of a function of the user's.
         """
-        settings = settings_of(JudgeSettings, args)
+        settings = settings_of(JudgeSettings, args, asks_engine=True)
         counter = ByteBound() if settings.tokenizer is None else TokenizerCounter(folder / settings.tokenizer)
         (low, high), method = settings.scale, settings.methods[0]
         text = template_text(settings, folder, GRM)

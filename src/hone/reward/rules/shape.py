@@ -50,7 +50,7 @@ def length(group: Group, settings: LengthSettings) -> list[Score]:
 
 
 def _length_score(sample: Sample, settings: LengthSettings) -> Score:
-    written = len(sample.token_ids) if sample.loss_mask is None else int(sample.loss_mask.sum())
+    written = int(sample.is_written_T.sum())
     if sample.text and not len(sample.token_ids):
         return Score(None, Fault.INFRA, "its tokens did not come with it, so its length is not known")
     truncated = float(sample.finish_reason == "length")
