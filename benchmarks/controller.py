@@ -6,8 +6,9 @@
 
 Engines and trainer are fakes that cost nothing: an engine's samples arrive pickled, as they do from another process
 (Ray's own transport is not in it), and an update returns at once. Everything else is the product's own code on real
-time, with the recorder at its defaults and a built-in reward in process. A cell is a run of synchronous GRPO steps in
-which `slots` samples of `tokens` tokens each are in flight.
+time, with the recorder at its defaults and a built-in reward in process. A cell is a run of synchronous GRPO steps
+whose engines draw `slots` samples of `tokens` tokens at a time. A step has as many samples as there are slots, and 512
+at least, which then wait for a slot as they do in an engine's queue.
 
 The process is held on one core. Rates are per second of CPU time of all its threads, so that neighbours on the machine
 widen them less; a stall is the longest time that a 2 ms timer of the event loop was late, of which no more is counted
@@ -59,7 +60,7 @@ from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress, Prompt, Sample, VersionSpan
 
 SLOTS, TOKENS, GROUP = (8, 64, 512, 4096), (200, 2_000, 32_000), 8
-SLOTS_PER_ENGINE = 256
+SLOTS_PER_ENGINE, LEAST_SAMPLES = 256, 512
 MOST_TOKENS = 140_000_000
 """Of a cell's step."""
 SAMPLING = Sampling(max_tokens=1 << 20, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop=(), stop_token_ids=())
@@ -124,13 +125,15 @@ class FakeEngine:
 
     transport = ThreadPoolExecutor(1)
 
-    def __init__(self, samples: Drawn) -> None:
+    def __init__(self, samples: Drawn, slots: int) -> None:
         self.version, self._samples, self._drawn = -1, samples, 0
+        self._groups = asyncio.Semaphore(slots // GROUP)
 
     async def generate(self, request: Request, on_sample: Any = None) -> tuple[Sample, ...]:
-        self._drawn += 1
-        sent = self._samples.pickled[self._drawn % 2]
-        return await asyncio.get_running_loop().run_in_executor(self.transport, pickle.loads, sent)
+        async with self._groups:
+            self._drawn += 1
+            sent = self._samples.pickled[self._drawn % 2]
+            return await asyncio.get_running_loop().run_in_executor(self.transport, pickle.loads, sent)
 
     async def load(self, weights: Any, version: int) -> None:
         self._samples.become(version)
@@ -217,7 +220,7 @@ def main() -> None:
     print(" longest stall, ms | bytes a token | binds |\n|---|---|---|---|---|---|---|---|---|", flush=True)
     for tokens in options.tokens:
         for slots in options.slots:
-            if slots * tokens <= MOST_TOKENS:
+            if max(slots, LEAST_SAMPLES) * tokens <= MOST_TOKENS:
                 print(measured(slots, tokens, options.seconds, options.profile).row(), flush=True)
                 gc.collect()
 
@@ -251,9 +254,9 @@ def drawn(tokens: int, seed: int) -> tuple[Sample, ...]:
     )
 
 
-def bytes_per_token(groups: list[bytes], slots: int, tokens: int) -> float:
+def bytes_per_token(groups: list[bytes], samples: int, tokens: int) -> float:
     """What a step's samples hold, by every allocation."""
-    count = max(1, min(slots * tokens, 4_000_000) // (GROUP * tokens))
+    count = max(1, min(samples * tokens, 4_000_000) // (GROUP * tokens))
     tracemalloc.start()
     held = [pickle.loads(groups[number % 2]) for number in range(count)]
     size, _ = tracemalloc.get_traced_memory()
@@ -263,6 +266,7 @@ def bytes_per_token(groups: list[bytes], slots: int, tokens: int) -> float:
 
 async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: bool, *, samples_mib: int) -> Cell:
     """See `measured`."""
+    samples_per_step = max(slots, LEAST_SAMPLES)
     config = RunConfig.model_validate(
         {
             "model": {"path": "unused"},
@@ -270,7 +274,7 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
             "run": {"steps": 1_000_000},
             "reward": {"components": [{"use": "exact"}]},
             "rollout": {"group_size": GROUP, "max_response_tokens": tokens},
-            "train": {"prompts_per_step": slots // GROUP},
+            "train": {"prompts_per_step": samples_per_step // GROUP},
             "gate": {"enabled": False},
             "checkpoint": {"every": 0},
             "observe": {"console": "quiet", "samples_max_mib": samples_mib},
@@ -283,9 +287,10 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
     policy.collate_and_check = shares.timed("collating", COLLATE)
     policy.learn = shares.timed("credit", LEARN)
     policy.summarize = shares.timed("metrics", SUMMARIZE)
-    engines = {f"engine-{n}": FakeEngine(samples) for n in range(max(1, slots // SLOTS_PER_ENGINE))}
+    count = max(1, slots // SLOTS_PER_ENGINE)
+    engines = {f"engine-{n}": FakeEngine(samples, slots // count) for n in range(count)}
     router = Router(engines, observer, silence_s=600.0, call_s=600.0, patience_s=600.0)
-    async with Rewards.from_config(config.reward, folder, window_samples=20 * slots) as rewards:
+    async with Rewards.from_config(config.reward, folder, window_samples=20 * samples_per_step) as rewards:
         run = PolicyRun(
             config=config,
             progress=Progress(),
@@ -336,8 +341,8 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
     total = used + audit_s
     found = {name: spent / total for name, spent in shares.seconds.items()} | {"audit": audit_s / total}
     found["loop, router, rewards"] = 1 - sum(found.values())
-    rate = made * slots / total
-    return Cell(slots, tokens, rate, rate, stall_ms, bytes_per_token(samples.pickled, slots, tokens), found)
+    rate = made * samples_per_step / total
+    return Cell(slots, tokens, rate, rate, stall_ms, bytes_per_token(samples.pickled, samples_per_step, tokens), found)
 
 
 async def steps(run: PolicyRun, count: int, training: asyncio.Task[None]) -> None:

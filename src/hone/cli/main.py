@@ -8,6 +8,7 @@ the user.
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import sys
@@ -35,6 +36,7 @@ from hone.cli import (
 )
 from hone.errors import HoneError, Stopped
 from hone.observe.console import Lasting
+from hone.runtime.processes import YOUNG_OBJECTS
 
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 """What a wrong option or argument raises: of the click inside Typer or of the installed one, by Typer's version."""
@@ -90,6 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # OpenMP threads that wait by spinning starve each other as soon as anything else runs: steps of 0.1 s became steps
     # of 4 s beside one busy process. It is read when torch is loaded, which happens after this.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    # Torch and Transformers bring a million objects that stay; full collections while they are imported take a tenth
+    # of the processor time of a start.
+    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as of stderr: what a terminal cannot show ends no command
     with redirect_stderr(cast(TextIO, Lasting(sys.stderr))):  # a closed terminal ends no run

@@ -21,6 +21,8 @@ from hone.errors import DataError
 from hone.ragged import Ints, ends_of, ranges, starts_of
 from hone.types import UNRECORDED, Batch, Experts, Group, Picture, Sample, Score, Totals
 
+TOKENS_AT_ONCE = 1 << 20
+
 
 def collate(groups: Sequence[Group]) -> Batch:
     """Flat CPU tensors of all samples of `groups`, in order. An unscored sample has reward NaN and loss mask 0."""
@@ -60,8 +62,11 @@ def collate(groups: Sequence[Group]) -> Batch:
 
 
 def _of_tokens(value_S: NDArray[np.float32], lengths: Ints) -> torch.Tensor:
-    """(T,) each sample's value at all of its tokens. By torch, which lets other threads run meanwhile."""
-    return torch.from_numpy(value_S).repeat_interleave(torch.from_numpy(lengths))
+    """(T,) each sample's value at all of its tokens. By torch, which lets other threads run meanwhile, and in pieces,
+    as it makes an index of 8 bytes a token."""
+    count = max(1, TOKENS_AT_ONCE // int(lengths.max(initial=1)))
+    values, counts = torch.from_numpy(value_S).split(count), torch.from_numpy(lengths).split(count)
+    return torch.cat([value.repeat_interleave(times) for value, times in zip(values, counts, strict=True)])
 
 
 def _routing(groups: Sequence[Group]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ no token is trained more than `max_staleness` updates after the policy that samp
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,9 @@ from hone.types import Batch, Group, Prompt
 
 MEASURED_FIRST, MEASURED_EVERY, MEASURED_SHARE = 10, 10, 16
 """Updates whose `Movement` is measured, and the share of their prompts, 1 in so many."""
+
+STARTED_AT_ONCE = 32
+"""Groups that start in one pass of the event loop, which nothing else can use meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +129,11 @@ async def _train(run: PolicyRun) -> None:
 async def produce(run: PolicyRun, buffer: GroupBuffer[Finished], tasks: asyncio.TaskGroup) -> None:
     """Start one task per prompt, as fast as permits allow, in the order of the data."""
     prompts = run.prompts.starting_at(run.progress.next_prompt)
-    while True:
+    for count in itertools.count(1):
         await buffer.reserve()  # before the next prompt is chosen, which may depend on the pass rates of this moment
         buffer.add(tasks.create_task(generate_and_score(run, next(prompts))))
+        if count % STARTED_AT_ONCE == 0:  # engines still wait for all: each pass of the event loop brings more
+            await asyncio.sleep(0)
 
 
 async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:

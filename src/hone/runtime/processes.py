@@ -84,7 +84,7 @@ def stop_signals_handled(handle: Callable[[signal.Signals], object]) -> Iterator
                 signal.signal(number, handler)
 
 
-YOUNG = 50_000
+YOUNG_OBJECTS = 50_000
 """Objects made before a collection of the young generation: a step of a large run makes hundreds of thousands, all of
 which live until it ends."""
 
@@ -98,7 +98,7 @@ def spared_collector() -> Iterator[None]:
     """
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(YOUNG, *before[1:])
+    gc.set_threshold(YOUNG_OBJECTS, *before[1:])
     try:
         yield
     finally:
