@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from hone.assemble.trace import trace_plan
+from hone.assemble.trace import compared, full_microbatch, over_depth, trace_plan
 from hone.config.load import load_config
 from hone.plan.activations import Pass
 from hone.plan.cluster import Trained, update_moments
@@ -29,7 +29,6 @@ from hone.plan.families import architecture_from
 from hone.plan.hardware import find_hardware
 from hone.plan.planner import plan
 from hone.plan.presets import named_config
-from hone.train.tracing.compare import compared, full_microbatch, over_depth
 from hone.train.tracing.local import with_layers
 from hone.train.tracing.sharded import trace_sharded
 

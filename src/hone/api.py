@@ -96,7 +96,15 @@ def train(
     Raises:
         HoneError: the run failed. `Stopped` after Ctrl-C or a notebook interrupt, with a checkpoint.
     """
-    _refuse_callbacks(callbacks)
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError([f"callbacks: must be a list of functions (got {callbacks!r:.60})"])
+    problems = [
+        f"callbacks.{place}: must be a plain function (got {one!r:.60})"
+        for place, one in enumerate(callbacks)
+        if not callable(one) or inspect.iscoroutinefunction(one)
+    ]
+    if problems:
+        raise ConfigError(problems)
     interrupted = threading.Event()
     with _loaded(config, rewards, train, eval) as loaded, _process_as_before():
         from hone import assemble
@@ -135,17 +143,6 @@ def check(
         return CheckReport(problems=error.problems)
     except DataError as error:
         return CheckReport(problems=[str(error)])
-
-
-def _refuse_callbacks(callbacks: Sequence[OnMetrics]) -> None:
-    """Raises ConfigError for what could not be called with a line of metrics, before anything starts."""
-    if not isinstance(callbacks, Sequence):
-        raise ConfigError([f"callbacks: must be a list of functions (got {callbacks!r:.60})"])
-    wrong = [place for place, one in enumerate(callbacks) if not callable(one) or inspect.iscoroutinefunction(one)]
-    if wrong:
-        raise ConfigError(
-            [f"callbacks.{place}: must be a plain function (got {callbacks[place]!r:.60})" for place in wrong]
-        )
 
 
 @contextmanager

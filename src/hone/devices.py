@@ -42,11 +42,6 @@ class Accelerator:
     shares_memory: bool
     """Whether a process can open another's memory on the same device (CUDA IPC)."""
 
-    @property
-    def kept_by_ray(self) -> str:
-        """Variable that keeps Ray from setting `variable`."""
-        return f"RAY_EXPERIMENTAL_NOSET_{self.variable}"
-
 
 NVIDIA = Accelerator("NVIDIA", "cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES", shares_memory=True)
 AMD = Accelerator("AMD", "cuda", "nccl", "GPU", "HIP_VISIBLE_DEVICES", shares_memory=True)

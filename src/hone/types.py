@@ -75,13 +75,6 @@ def _packed(value: Any) -> Any:
     return _bits(value) if isinstance(value, np.ndarray) and value.ndim == 1 else value
 
 
-def _fixed(array: NDArray[Any]) -> NDArray[Any]:
-    """The same memory, which cannot be changed through what is returned."""
-    view = array.view()
-    view.setflags(write=False)
-    return view
-
-
 @dataclass(frozen=True, slots=True)
 class Picture:
     """A picture of a prompt, as the model sees it: its place among the tokens, and where its pixels come from."""
@@ -195,7 +188,9 @@ class Sample(WithArrays):
             object.__setattr__(self, "loss_mask", read_only(self.loss_mask, np.bool_))
         for name in ("routing", "prompt_routing"):
             if (experts := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _fixed(experts))
+                view = experts.view()  # the same memory, which cannot be changed through it
+                view.setflags(write=False)
+                object.__setattr__(self, name, view)
         count, of_versions = len(self.token_ids), sum([span.num_tokens for span in self.versions])
         masked = count if self.loss_mask is None else len(self.loss_mask)
         if not count == len(self.sampler_logprobs) == of_versions == masked:

@@ -3,7 +3,6 @@ call."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,6 +207,5 @@ def test_bytes_for_several_workers_go_through_one_file_in_memory(machine):
     model = tiny_model(seed=4)
     found = send(model, {"engine-0": machine}, Bytes(CPU), 4)
     assert found.held_by == ("engine-0",)
-    paths = [part.path for part in opened]
-    assert paths[0::2] == paths[1::2] and len(set(paths)) == found.manifest.buckets
-    assert not any(Path(path).exists() for path in paths)
+    assert opened[0::2] == opened[1::2] and len(set(opened)) == found.manifest.buckets
+    assert not any(path.exists() for path in opened)

@@ -11,7 +11,7 @@ import torch
 from measuring import allocated
 
 from hone.algo.algorithm import Algorithm
-from hone.assemble.trace import trace_plan
+from hone.assemble.trace import full_microbatch, over_depth, trace_plan
 from hone.cli.main import main
 from hone.config.derived import needs_critic, needs_reference, trains_adapter
 from hone.errors import DataError
@@ -26,7 +26,6 @@ from hone.train.critic import Critic
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
 from hone.train.roles import Reference, Roles
-from hone.train.tracing.compare import full_microbatch, over_depth
 from hone.train.tracing.local import trace_local, with_layers
 from hone.train.tracing.memory import LiveMemory, fake_tensors
 

@@ -38,7 +38,6 @@ from hone.weights.groups import GroupAddress
 from hone.weights.parts import Part
 from hone.weights.publish import Published, Transport, Update, publish
 from hone.weights.receive import Arriving, Receiver
-from hone.weights.routes import Target
 from hone.weights.transports import RayPeer, TransportName, make_transport
 
 BEAT_S = 2.0
@@ -230,7 +229,7 @@ class TrainerRank(TakesWeights):
 
     async def publish(
         self,
-        targets: Mapping[str, Target],
+        engines: Mapping[str, RayPeer],
         name: TransportName,
         update_id: str,
         *,
@@ -242,16 +241,18 @@ class TrainerRank(TakesWeights):
 
         def send() -> Published | None:
             weights = self.held.weights()
-            ours = {name: target for name, target in targets.items() if self._number in target.ranks}
+            ours = {name: engine for name, engine in engines.items() if self._number in engine.ranks}
             if not ours:
                 return _drained(weights)
             if name not in self._transports:
-                self._transports[name] = make_transport(name, host=self._host())
+                is_one_machine = self._seat is None or self._seat.address.startswith("file:")
+                host = "127.0.0.1" if is_one_machine else own_address()  # at which engines reach this rank
+                self._transports[name] = make_transport(name, host=host)
             return publish(
                 weights,
-                {name: RayPeer(target.actor, target.num_workers) for name, target in ours.items()},
+                ours,
                 self._transports[name],
-                updates={name: Update(update_id, version, len(target.ranks)) for name, target in ours.items()},
+                updates={name: Update(update_id, version, len(engine.ranks)) for name, engine in ours.items()},
                 sender=self._number,
                 bucket_size=bucket_size,
                 timeout_s=timeout_s,
@@ -267,11 +268,6 @@ class TrainerRank(TakesWeights):
     def held(self) -> Roles | PairTrainer:
         assert self._trainer is not None, "build comes first"
         return self._trainer
-
-    def _host(self) -> str:
-        """Address at which engines reach this rank."""
-        is_one_machine = self._seat is None or self._seat.address.startswith("file:")
-        return "127.0.0.1" if is_one_machine else own_address()
 
     async def computed(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)

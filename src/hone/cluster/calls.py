@@ -100,7 +100,8 @@ def as_hone_error(name: str, error: RayError, what: str) -> HoneError:
         # `traceback_str` is missing from errors that are of the cause's class as well, which are most.
         return ClusterError(f"{what}: {name} failed: {type(cause).__name__}: {cause}\n{text}")
     if isinstance(error, RayActorError):
-        return ClusterError(f"{what}: {name} died. {_killed.get(error.actor_id) or _last_line(error)}")
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return ClusterError(f"{what}: {name} died. {_killed.get(error.actor_id) or ''.join(lines[-1:])}")
     return ClusterError(f"{what}: {name}: {type(error).__name__}: {text}")
 
 
@@ -118,8 +119,3 @@ def _first_death(name: str, error: RayError, others: Mapping[str, ray.ObjectRef]
                 if isinstance(failure.cause, HoneError):
                     return failure.cause
     return as_hone_error(name, error, what)
-
-
-def _last_line(error: RayActorError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else ""

@@ -70,7 +70,8 @@ class RemoteEngine:
         try:
             return await waiting.done
         except asyncio.CancelledError:
-            self._cancel(number)
+            if self._failure is None:
+                self._actor.cancel.remote(number)
             raise
         finally:
             self._waiting.pop(number, None)
@@ -171,10 +172,6 @@ class RemoteEngine:
             waiting.done.set_result(tuple(waiting.samples))
         else:
             waiting.done.set_exception(what)
-
-    def _cancel(self, number: int) -> None:
-        if self._failure is None:
-            self._actor.cancel.remote(number)
 
     def _fail(self, failure: EngineError) -> None:
         """Fail all requests, now and later."""

@@ -18,8 +18,6 @@ from hone.cluster.calls import CALL_KEY, START_KEY, wait_for_all
 from hone.errors import ClusterError
 from hone.runtime.scratch import Scratch
 
-CLOSE_S = 10.0
-
 
 class RankGroup:
     """The ranks of one process group.
@@ -95,12 +93,3 @@ def gather(asked: Sequence[PendingCalls], what: str, timeout_s: float, key: str 
             one.group.is_broken = True
         raise
     return [[next(found) for _ in one.calls] for one in asked]
-
-
-def close(groups: Sequence[RankGroup]) -> None:
-    """Let the ranks leave their process groups, where they can, and kill them."""
-    leaving = [call for group in groups if not group.is_broken for call in group.ask("close").calls.values()]
-    if leaving:
-        ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_S)
-    for group in groups:
-        group.end()

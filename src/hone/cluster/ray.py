@@ -204,7 +204,8 @@ class RayCluster:
         asked = [looking.options(scheduling_strategy=self._at(self._places[device])).remote() for device in devices]
         found = ray.get(asked, timeout=self._settings.start_timeout_s)
         kind = found[0][0]
-        return {kind.variable: ",".join(name for _, names in found for name in names), kind.kept_by_ray: "1"}
+        listed = ",".join(name for _, names in found for name in names)
+        return {kind.variable: listed, f"RAY_EXPERIMENTAL_NOSET_{kind.variable}": "1"}  # and Ray does not set it
 
     def _connect(self) -> None:
         address, cores = self._settings.address, len(os.sched_getaffinity(0))
@@ -404,22 +405,17 @@ def _apart() -> Iterator[None]:
     from ray._private import services
 
     start = services.ConsolePopen
+    ending = subprocess.list2cmdline([sys.executable, "-m", agent.__name__])
 
     def start_apart(command: Sequence[str], **options: Any) -> Any:
-        return start([_agent_ends(word) for word in command], start_new_session=True, **options)
+        words = [word.replace("_agent_command=", f"_agent_command={ending} ", 1) for word in command]
+        return start(words, start_new_session=True, **options)
 
     services.ConsolePopen = start_apart  # type: ignore[misc, assignment]
     try:
         yield
     finally:
         services.ConsolePopen = start
-
-
-def _agent_ends(word: str) -> str:
-    """The same word of a raylet's command; one that says how to start an agent starts it so that it ends with it."""
-    option, equals, command = word.partition("_agent_command=")
-    ending = subprocess.list2cmdline([sys.executable, "-m", agent.__name__])
-    return f"{option}{equals}{ending} {command}" if equals else word
 
 
 def _holders() -> str:

@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.algo.algorithm import Algorithm
 from hone.cluster.calls import START_KEY, shared, why_killed
-from hone.cluster.ranks import PendingCalls, RankGroup, close, gather
+from hone.cluster.ranks import PendingCalls, RankGroup, gather
 from hone.data.pairs import PreferencePair
 from hone.errors import ClusterError, EngineError
 from hone.memory.rungs import Change
@@ -26,8 +27,11 @@ from hone.train.pairs import Measured
 from hone.train.tensor_files import FileFacts
 from hone.types import Batch
 from hone.weights.publish import Published
-from hone.weights.routes import Publisher, Routes, Target
-from hone.weights.transports import TransportName
+from hone.weights.routes import Publisher, Routes
+from hone.weights.transports import RayPeer, TransportName
+
+CLOSE_S = 10.0
+"""Longest wait for ranks to leave their process groups."""
 
 
 class RemoteLearner:
@@ -92,8 +96,13 @@ class RemoteLearner:
         gather(asked, "restore", self._timeout_s)
 
     def close(self) -> None:
-        """Kill all ranks; calls in progress are lost."""
-        close(self._groups)
+        """Let the ranks leave their process groups, where they can, and kill them; calls in progress are lost."""
+        asked = [group.ask("close") for group in self._groups if not group.is_broken]
+        leaving = [call for one in asked for call in one.calls.values()]
+        if leaving:
+            ray.wait(leaving, num_returns=len(leaving), timeout=CLOSE_S)
+        for group in self._groups:
+            group.end()
 
     def _adopt_changes(self) -> None:
         """Pass on what the ladders of the groups changed; every call of an update ends with it."""
@@ -230,12 +239,12 @@ class RemoteTrainer(RemoteLearner):
         return self._answer(self._policy.ask("weights"), "gathering weights", self._timeout_s)
 
     def _send(
-        self, version: int, what: str, targets: Mapping[str, Target], transport: TransportName, update_id: str
+        self, version: int, what: str, engines: Mapping[str, RayPeer], transport: TransportName, update_id: str
     ) -> list[Published | None]:
-        """Have every rank send to the targets that are its own; see `Publisher`."""
+        """Have every rank send to the engines that are its own; see `Publisher`."""
         settings = {"version": version, "bucket_size": self._bucket_size, "timeout_s": self._timeout_s}
-        asked = self._policy.ask("publish", dict(targets), transport, update_id, **settings)
-        # Each target may use up its time; only then is it the rank that is stuck.
+        asked = self._policy.ask("publish", dict(engines), transport, update_id, **settings)
+        # Each engine may use up its time; only then is it the rank that is stuck.
         return gather([asked], what, 2 * self._timeout_s)[0]
 
 

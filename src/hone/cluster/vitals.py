@@ -100,8 +100,11 @@ class VitalsWatch:
         missed = 0
         while missed * (self._timeout_s + self._interval_s) < self._silence_s:
             try:
-                self._hear(actor, await wait_for_one(name, actor.ping.remote(), "ping", self._timeout_s))
-                missed = 0
+                vitals = await wait_for_one(name, actor.ping.remote(), "ping", self._timeout_s)
+                self._found[actor], missed = vitals, 0
+                if vitals.cache is not None:
+                    uses = (vitals.cache, self._fullest.get(actor, vitals.cache))
+                    self._fullest[actor] = max(uses, key=lambda use: use.tokens)
             except HoneError as error:  # its owner notices too, and restarts it
                 if isinstance(error.__cause__, RayError):
                     self._forget(actor)
@@ -110,12 +113,6 @@ class VitalsWatch:
             await asyncio.sleep(self._interval_s)
         self._forget(actor)
         self._silent(name, actor)
-
-    def _hear(self, actor: Any, vitals: Vitals) -> None:
-        self._found[actor] = vitals
-        if vitals.cache is not None:
-            uses = (vitals.cache, self._fullest.get(actor, vitals.cache))
-            self._fullest[actor] = max(uses, key=lambda use: use.tokens)
 
     def _forget(self, actor: Any) -> None:
         self._found.pop(actor, None)

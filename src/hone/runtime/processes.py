@@ -113,6 +113,13 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in begun]
 
 
+def retrieved(ended: asyncio.Future[Any]) -> None:
+    """Callback that marks an exception as retrieved: what waited may be gone, and asyncio warns of exceptions that are
+    never read."""
+    if not ended.cancelled():
+        ended.exception()
+
+
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> asyncio.Future[T] | None:
     """`work` once it is done, its `result()` still to be asked for; or None, with `work` cancelled, when `stop` is set
     first."""

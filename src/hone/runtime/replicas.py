@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
 from hone.runtime.backoff import Restarts
+from hone.runtime.processes import retrieved
 
 State = Literal["starting", "ready", "busy", "offloaded", "restarting", "failed", "stopped"]
 InstanceT = TypeVar("InstanceT", bound="Instance")
@@ -58,7 +59,7 @@ class Instance:
         loop = asyncio.get_running_loop()
         began = loop.time()
         working = asyncio.ensure_future(work)
-        working.add_done_callback(_retrieved)
+        working.add_done_callback(retrieved)
         self._count(1)
         try:
             while not self.lost.done():
@@ -252,9 +253,3 @@ class Replicas(Generic[InstanceT]):
         for instance in up:
             instance.lost.set_result(why)
         return up
-
-
-def _retrieved(ended: asyncio.Future[Any]) -> None:
-    """Mark an exception as retrieved: the caller may be gone, and asyncio warns of exceptions that are never read."""
-    if not ended.cancelled():
-        ended.exception()

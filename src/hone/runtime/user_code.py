@@ -50,8 +50,17 @@ def describe(error: BaseException) -> str:
 
     Of the traceback only the user's own lines are shown, the last three of them. What UTF-8 cannot hold is escaped.
     """
-    message, lines = " ".join(_message(error).split()), _own_lines(error)
-    where = f" ({lines})" if lines else ""
+    message = " ".join(_message(error).split())
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_NOT_THE_USERS) and frame.name not in ("<listcomp>", "<genexpr>")
+    ][-3:]
+    where = ""
+    if frames:
+        calls = ", ".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in frames)
+        shown = f"{calls}: {frames[-1].line or ''}"[: DETAIL_CHARACTERS // 2]
+        where = f" ({shown})"
     return f"{type(error).__name__}: {message}"[: _DESCRIPTION_CHARACTERS - len(where)] + where
 
 
@@ -60,14 +69,3 @@ def _message(error: BaseException) -> str:
         return str(error).encode("utf-8", "backslashreplace").decode()
     except Exception as failure:  # boundary: an exception's own code may raise anything
         return f"(its message cannot be had: {type(failure).__name__})"
-
-
-def _is_own(frame: traceback.FrameSummary) -> bool:
-    return not frame.filename.startswith(_NOT_THE_USERS) and frame.name not in ("<listcomp>", "<genexpr>")
-
-
-def _own_lines(error: BaseException) -> str:
-    """Where in the user's files an error was raised, outermost call first; empty when it was not there."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame)][-3:]
-    calls = ", ".join(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in frames)
-    return f"{calls}: {frames[-1].line or ''}"[: DETAIL_CHARACTERS // 2] if frames else ""

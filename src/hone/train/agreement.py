@@ -141,7 +141,12 @@ class SharedLadder(Ladder):
             except OutOfMemory as error:
                 failure = OutOfMemory(error.phase, error.moment, error.seen_bytes, error.detail)
             # Out here the failed work's frames are gone, and with them its tensors.
-            self._follow(decision or self._stand_in(work, failure))
+            decision = decision or self._stand_in(work, failure)
+            if decision.change is None:
+                raise MemoryExhausted(f"rank {decision.rank}: {decision.exhausted}")
+            with self._lock:
+                self._ceilings[decision.change.key] = decision.change.old
+                self._make(decision.change)
             self._prepare_retry(undo)
 
     def agree(self) -> None:
@@ -153,7 +158,14 @@ class SharedLadder(Ladder):
             self._collectives.apart = APPLIED
             return
         first = int(failed) - 1
-        decision = [self._decide(self._failure) if self._failure is not None and dist.get_rank() == first else None]
+        decision: list[Decision | None] = [None]
+        if self._failure is not None and dist.get_rank() == first:
+            with self._lock:
+                if (found := self._next_rung(self._failure)) is None:
+                    decision = [Decision(first, None, self._exhausted(self._failure))]
+                else:
+                    knob, new = found
+                    decision = [Decision(first, self._change(knob.key, new, "out of memory", self._failure))]
         dist.broadcast_object_list(decision, src=first, group=self._group)
         assert decision[0] is not None
         raise Agreed(decision[0])
@@ -178,21 +190,6 @@ class SharedLadder(Ladder):
             self._failure = None
             self._collectives.is_standing_in = False
         raise MemoryExhausted(self._alone(failure, again))
-
-    def _decide(self, failure: OutOfMemory) -> Decision:
-        with self._lock:
-            found = self._next_rung(failure)
-            if found is None:
-                return Decision(dist.get_rank(), None, self._exhausted(failure))
-            knob, new = found
-            return Decision(dist.get_rank(), self._change(knob.key, new, "out of memory", failure))
-
-    def _follow(self, decision: Decision) -> None:
-        if decision.change is None:
-            raise MemoryExhausted(f"rank {decision.rank}: {decision.exhausted}")
-        with self._lock:
-            self._ceilings[decision.change.key] = decision.change.old
-            self._make(decision.change)
 
     def _alone(self, failure: OutOfMemory, why: str) -> str:
         return (

@@ -193,7 +193,12 @@ class Checkpoints:
             tensors = SavedTensors([path / name for name in sorted(manifest["files"]) if name != STATE])
             return SavedCheckpoint(progress, tensors, state["rest"], path, state.get("run", {}))
         except (_Torn, OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise CheckpointError(f"{path} is not whole: {_reason(error)}") from error
+            why = str(error) or type(error).__name__
+            if isinstance(error, FileNotFoundError) and error.filename:
+                why = f"{Path(error.filename).name} is missing"
+            elif isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+                why = f"{MANIFEST} or {STATE} is not JSON: {error}"
+            raise CheckpointError(f"{path} is not whole: {why}") from error
 
     def newest_run(self) -> Mapping[str, Any] | None:
         """What run the newest checkpoint says that it is of; None when none says it. Tensors are not read."""
@@ -294,11 +299,3 @@ def _verify(folder: Path, files: Mapping[str, FileFacts]) -> None:
 
     with ThreadPoolExecutor(_VERIFIED_AT_ONCE) as threads:
         list(threads.map(verify, files))
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError) and error.filename:
-        return f"{Path(error.filename).name} is missing"
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return f"{MANIFEST} or {STATE} is not JSON: {error}"
-    return str(error) or type(error).__name__

@@ -87,30 +87,27 @@ class Critic(Learner[ScalarModel]):
         return PreparedBatch.of(replace(batch, routing_T=None), names, self.held.dtype, self.device)
 
     def _accumulate(self, batch: PreparedBatch, samples: Ints, algorithm: Algorithm, totals: Totals) -> list[Tensor]:
-        """Add the gradient of one optimizer step; returns what each microbatch of this rank measured."""
+        """Add the gradient of one optimizer step. Returns of each microbatch of this rank (4,): loss, and over tokens
+        clips, old values and a count."""
         measured: list[Tensor] = []
         for part in self.held.passes(self.passes.microbatches(batch.shape, samples)):
-            measured.append(self._learn(batch, part, algorithm, totals))
+            value_T, index_T = self._forward(batch, part)
+            columns = batch.columns_at(index_T)
+            values = Values(
+                value_T=value_T,
+                old_value_T=columns["value_T"],
+                return_T=columns["return_T"],
+                loss_mask_T=columns["loss_mask_T"],
+                sample_T=samples_of_tokens(batch, part),
+                num_samples=len(part),
+            )
+            loss_T, clipped_T = value_loss(values, self.value_clip)
+            loss = (algorithm.weigh(values, totals) * loss_T).sum()
+            loss.backward()
+            per_token = torch.stack([clipped_T.to(value_T.dtype), values.old_value_T, torch.ones_like(value_T)])
+            measured.append(torch.cat([loss.detach()[None], per_token.detach() @ values.loss_mask_T]))
             self.passes.guard.check()
         return measured
-
-    def _learn(self, batch: PreparedBatch, samples: Ints, algorithm: Algorithm, totals: Totals) -> Tensor:
-        """Forward, loss and backward of some samples. (4,): loss, and over tokens clips, old values and a count."""
-        value_T, index_T = self._forward(batch, samples)
-        columns = batch.columns_at(index_T)
-        values = Values(
-            value_T=value_T,
-            old_value_T=columns["value_T"],
-            return_T=columns["return_T"],
-            loss_mask_T=columns["loss_mask_T"],
-            sample_T=samples_of_tokens(batch, samples),
-            num_samples=len(samples),
-        )
-        loss_T, clipped_T = value_loss(values, self.value_clip)
-        loss = (algorithm.weigh(values, totals) * loss_T).sum()
-        loss.backward()
-        per_token = torch.stack([clipped_T.to(value_T.dtype), values.old_value_T, torch.ones_like(value_T)])
-        return torch.cat([loss.detach()[None], per_token.detach() @ values.loss_mask_T])
 
     def _forward(self, batch: PreparedBatch, samples: Ints) -> tuple[Tensor, Tensor]:
         """(t,) values of every token of `samples`, and (t,) index of these tokens into the batch's columns."""

@@ -189,27 +189,18 @@ class ShardedWeights:
     def _part(self, place: WeightPart, dtype: torch.dtype, whole: dict[str, Tensor]) -> Tensor:
         """A matrix or vector out of the whole parameters, to which its own is added if it is missing."""
         if place.parameter not in whole:
-            whole[place.parameter] = whole_of(self.parameters[place.parameter], dtype, self.device)
+            parameter = self.parameters[place.parameter]
+            with torch.no_grad():
+                share = DTensor.from_local(
+                    parameter.to_local().to(self.device, dtype),  # here, so that only those bytes travel
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+                whole[place.parameter] = share.full_tensor().contiguous()
         return place.of(whole[place.parameter])
-
-
-@torch.no_grad()
-def whole_of(parameter: DTensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A parameter gathered from all ranks, in `dtype`; only those bytes travel."""
-    local = parameter.to_local().to(device, dtype)
-    return like(parameter, local).full_tensor().contiguous()
-
-
-def like(parameter: DTensor, local: Tensor) -> DTensor:
-    """A tensor divided as `parameter` is, of which this rank has `local`."""
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 class ShardedAdamW(AdamW):

@@ -126,7 +126,7 @@ class FsdpRanks(Ranks):
     ) -> list[Ints]:
         ranks = self.mesh.data_parallel
         shares = divide_over_ranks(shape, samples, ranks, tokens_per_microbatch, whole_groups=whole_groups)
-        own = shares[self.mesh.data_index]
+        own = shares[self.mesh.samples[DATA].get_local_rank()]
         return [part[:0] for part in own] if self.mesh.collectives.is_standing_in else own
 
     def column(self, value_T: Tensor) -> Tensor:

@@ -48,11 +48,6 @@ class Mesh:
         return self.samples[DATA].size()
 
     @property
-    def data_index(self) -> int:
-        """Which of these shares is this rank's."""
-        return self.samples[DATA].get_local_rank()
-
-    @property
     def sequence(self) -> DeviceMesh | None:
         """(sequence,): the ranks that divide each sequence of this rank's share; None where none does."""
         return self.samples[SEQUENCE] if self.samples[SEQUENCE].size() > 1 else None

@@ -28,12 +28,10 @@ Segments = Sequence[tuple[str, Sequence[int]]]
 """Name and shape of each trained weight."""
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+"""What is kept of each trained number: itself, and what AdamW keeps, as torch names it."""
 FRESH = "fresh_moments"
 """In the values that `AdamW.restore` is given: its moments and the count of its bias correction start anew, while the
 learning rate's schedule continues."""
-"""What is kept of each trained number: itself, and what AdamW keeps, as torch names it."""
-
-
 NORM_NUMBERS = 1 << 16
 """Of one part of `accurate_norm`."""
 
@@ -255,11 +253,6 @@ class AdamW(ABC):
         self._clear_gradient()
         self._count_applied()
 
-    @property
-    def num_applied(self) -> int:
-        """Optimizer steps that moved the weights, which Adam's bias correction is a function of."""
-        return self.step_count - self.skipped_count
-
     @abstractmethod
     def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
         """Tensors, or this rank's shares of them (live, not copies), and plain values that `restore` needs.
@@ -306,8 +299,9 @@ class AdamW(ABC):
             self._adam.state[parameter] = {"step": applied, **own}
 
     def _count_applied(self) -> None:
+        """Of the steps that moved the weights Adam's bias correction is a function."""
         for state in self._adam.state.values():
-            state["step"].fill_(self.num_applied)
+            state["step"].fill_(self.step_count - self.skipped_count)
 
     def _restore_counts(self, rest: Mapping[str, Any]) -> None:
         self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
@@ -362,7 +356,10 @@ class FlatAdamW(AdamW):
             "skipped_steps": self.skipped_count,
             "weights": [[name, list(tensor.shape)] for name, tensor in self.weights.split(self.weights.master).items()],
         }
-        return dict(self._tensors()), rest
+        tensors: dict[str, Tensor | Share] = {}
+        for kind, buffer in self._buffers().items():
+            tensors |= {f"{kind}/{name}": tensor for name, tensor in self.weights.split(buffer).items()}
+        return tensors, rest
 
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         is_flat = MASTER in tensors
@@ -379,10 +376,6 @@ class FlatAdamW(AdamW):
 
     def _buffers(self) -> dict[str, Tensor]:
         return {MASTER: self.weights.master, **self.moments}
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for kind, buffer in self._buffers().items():
-            yield from ((f"{kind}/{name}", tensor) for name, tensor in self.weights.split(buffer).items())
 
 
 def accurate_norm(x: Tensor) -> Tensor:

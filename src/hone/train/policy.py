@@ -6,7 +6,7 @@ the critic and reference beside the policy (`roles.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from hone.algo.algorithm import Algorithm
-from hone.data.pack import Shape, count_totals
+from hone.data.pack import count_totals
 from hone.errors import CheckpointError
 from hone.model.base import CausalModel
 from hone.model.routing import LoadBalance
@@ -153,9 +153,11 @@ class PolicyTrainer(Learner[CausalModel]):
         totals = count_totals(loss_tokens_S)
         parts = self.passes.microbatches(batch.shape, samples)
         found = Accumulated(small_frac=len(parts[0]) / len(samples) if parts and len(samples) else 1.0)
-        coef, share_of = algorithm.section.load_balancing_coef, _shares(batch.shape, samples)
+        coef, shape = algorithm.section.load_balancing_coef, batch.shape
+        tokens_S = shape.prompt_tokens_N[shape.prompt_S] + np.maximum(shape.length_S - 1, 0)  # prompts included
+        step_tokens = max(int(tokens_S[samples].sum()), 1)
         for part in self.held.passes(parts):
-            share, balance = share_of(part), LoadBalance() if coef else None
+            share, balance = int(tokens_S[part].sum()) / step_tokens, LoadBalance() if coef else None
             measured = train_microbatch(
                 self.model,
                 batch,
@@ -203,10 +205,3 @@ def refuse_other_base(model: CausalModel, rest: Mapping[str, Any]) -> None:
 
 def _called(base: str | None) -> str:
     return f"an adapter of weights that hash to {base[:12]}" if base else "a model without an adapter"
-
-
-def _shares(shape: Shape, samples: Ints) -> Callable[[Ints], float]:
-    """A function that says which share of the tokens of `samples` some of them have, their prompts included."""
-    tokens_S = shape.prompt_tokens_N[shape.prompt_S] + np.maximum(shape.length_S - 1, 0)
-    whole = max(int(tokens_S[samples].sum()), 1)
-    return lambda part: int(tokens_S[part].sum()) / whole

@@ -240,7 +240,8 @@ class SavedTensors(Mapping[str, Tensor]):
             if overlap is None:
                 continue
             here, there = overlap
-            piece = self._read(part, there)
+            file, ends = self._opened(part.file), tuple(one.stop - one.start for one in there)
+            piece = file.get_tensor(part.name) if ends == part.shape else file.get_slice(part.name)[there]
             if tuple(piece.shape) == tuple(shape):
                 return piece
             if found is None:
@@ -266,12 +267,6 @@ class SavedTensors(Mapping[str, Tensor]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_parts": self._parts, "_handles": {}}
-
-    def _read(self, part: _FilePart, where: tuple[slice, ...]) -> Tensor:
-        handle = self._opened(part.file)
-        if all(one.stop - one.start == size for one, size in zip(where, part.shape, strict=True)):
-            return handle.get_tensor(part.name)
-        return handle.get_slice(part.name)[where]
 
     def _opened(self, file: Path) -> Any:
         if file not in self._handles:

@@ -10,7 +10,7 @@ Not here: dividing them (`fsdp.py`), or what the parts are written to and read f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +134,12 @@ def fill(model: CausalModel | ScalarModel, places: Mapping[str, WeightPart], mes
     if model.contents is None:
         return
     body = model.body if isinstance(model, ScalarModel) else model
-    _give_memory(model, torch.device("cpu") if on_host else mesh.device, mesh.device)
+
+    def given(tensor: Tensor) -> Tensor:
+        device = "cpu" if on_host and isinstance(tensor, DTensor) else mesh.device
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    model._apply(given)
     shares = dict(shares_of(model, places, mesh))
     buffers = body.buffers_by_name() if isinstance(body, TransformersModel) else {}
     shapes = {name: place.size for name, place in places.items()}
@@ -151,14 +156,6 @@ def fill(model: CausalModel | ScalarModel, places: Mapping[str, WeightPart], mes
         base.see(name, weight)
     base.finish()
     model.contents = body.contents = None
-
-
-def _give_memory(model: nn.Module, of_shares: torch.device, of_buffers: torch.device) -> None:
-    def given(tensor: Tensor) -> Tensor:
-        device = of_shares if isinstance(tensor, DTensor) else of_buffers
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    model._apply(given)
 
 
 def _from_first(contents: Contents, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -207,11 +204,7 @@ class _BaseFingerprint:
             return
         sums: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(sums, self._fingerprint)
-        self._adapter.base = _of_all(sums).hexdigest()
-
-
-def _of_all(parts: Iterable[Fingerprint]) -> Fingerprint:
-    whole = Fingerprint()
-    for part in parts:
-        whole.merge(part)
-    return whole
+        whole = Fingerprint()
+        for part in sums:
+            whole.merge(part)
+        self._adapter.base = whole.hexdigest()

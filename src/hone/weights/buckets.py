@@ -9,6 +9,7 @@ when both ends computed the fingerprint in the manifest at the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class PackedTensor:
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,6 @@ class Bucket:
     header: Header
     data: Tensor
     """(header.num_bytes,) uint8."""
-
-    def tensors(self) -> Iterator[tuple[PackedTensor, Tensor]]:
-        """The bytes of each tensor, (entry.num_bytes,) uint8: views of `data`."""
-        for entry in self.header.entries:
-            yield entry, self.data[entry.offset : entry.offset + entry.num_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +143,8 @@ class Unpacker:
             )
         self._buckets += 1
         weights = []
-        for entry, data in bucket.tensors():
+        for entry in header.entries:
+            data = bucket.data[entry.offset : entry.offset + entry.num_bytes]
             self._fingerprint.add(entry.name, entry.shape, entry.dtype, data)
             weights.append((entry.name, data.view(entry.dtype).view(entry.shape)))
         self._tensors += len(weights)

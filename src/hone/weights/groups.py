@@ -12,9 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -48,18 +48,6 @@ class GroupAddress:
     timeout_s: float
     """Of the sender: the longest wait for all to join, and for one broadcast. The others wait twice as long, for it is
     the sender that finds out who is stuck."""
-
-
-def serve_store(host: str) -> tuple[Store, str]:
-    """A store for groups to meet in, and its address; it listens on `host` only, for as long as the object lives.
-
-    What is said there is not authenticated: keep it on loopback, or on a network whose machines are all trusted.
-    """
-    with socket.create_server((host, 0)) as listener:
-        port = listener.getsockname()[1]
-        descriptor = os.dup(listener.fileno())
-        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-    return store, f"{host}:{port}"
 
 
 class BroadcastGroup:
@@ -122,12 +110,18 @@ def _make(address: GroupAddress, store: Store, rank: int, device: torch.device, 
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        options._devices = [gloo.create_device(hostname=_own_address(address.store))]
+        host, _, port = address.store.rpartition(":")
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # sends nothing; it has this machine's address as the store's sees it
+            options._devices = [gloo.create_device(hostname=probe.getsockname()[0])]
         return gloo(store, rank, address.size, options)
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
-    with _as_vllm_found_it():
+    # Members with different settings wait for each other indefinitely, so without what vLLM, if it is in this process,
+    # has set for groups of its own.
+    vllm = sys.modules.get("vllm.utils.nccl")
+    with vllm.unpinned_nccl_env() if vllm else nullcontext():
         with _MAKING, environment_restored("TORCH_NCCL_BLOCKING_WAIT"):
             # No thread of PyTorch's may end the whole process when an engine dies: `finish` has a deadline.
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
@@ -135,23 +129,6 @@ def _make(address: GroupAddress, store: Store, rank: int, device: torch.device, 
         # Now, not with the first broadcast: that one blocks until all have called it, which they do later.
         group.eager_connect_single_device(device)
     return group
-
-
-@contextmanager
-def _as_vllm_found_it() -> Iterator[None]:
-    """Without what vLLM, if it is in this process, has set for NCCL groups of its own: members with different settings
-    wait for each other indefinitely."""
-    vllm = sys.modules.get("vllm.utils.nccl")
-    with vllm.unpinned_nccl_env() if vllm else nullcontext():
-        yield
-
-
-def _own_address(store: str) -> str:
-    """Of this machine, as the machine of the store sees it."""
-    host, _, port = store.rpartition(":")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
-        return probe.getsockname()[0]
 
 
 def on_a_thread(work: Callable[[], Any]) -> Future[Any]:

@@ -1,7 +1,7 @@
 """What the call of a bucket carries instead of its bytes or with them, and how a process that loads weights opens it.
 
 NDArray        the bytes, in Ray's object store, where all processes of a machine read them
-SharedFile     the bytes in a file in memory, for the worker processes of an engine
+Path           the bytes in a file in memory, for the worker processes of an engine
 IpcHandle      the sender's buffer, in the memory of a GPU that both processes see (CUDA IPC)
 None           nothing: the bytes come by broadcast
 """
@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,19 +27,8 @@ from hone.weights.groups import BroadcastGroup, GroupAddress
 SHARED_MEMORY = "/dev/shm"
 
 
-@dataclass(frozen=True, slots=True)
-class SharedFile:
-    """The bytes of a bucket, which processes of one machine map."""
-
-    path: str
-
-    def open(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8, valid also after the file was removed."""
-        return torch.from_file(self.path, shared=True, size=num_bytes, dtype=torch.uint8)
-
-
 @contextmanager
-def shared_file(data: NDArray[np.uint8]) -> Iterator[SharedFile]:
+def shared_file(data: NDArray[np.uint8]) -> Iterator[Path]:
     """The bytes in a file that is removed at the end. Raises EngineError when the machine's shared memory is too
     small."""
     with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="hone-weights-") as file:
@@ -50,7 +40,7 @@ def shared_file(data: NDArray[np.uint8]) -> Iterator[SharedFile]:
                 f"a bucket of {len(data):,} bytes does not fit into {SHARED_MEMORY} ({error.strerror}). Give the "
                 "container more shared memory, or lower cluster.bucket_mib."
             ) from error
-        yield SharedFile(file.name)
+        yield Path(file.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +78,7 @@ class CudaMemory:
 
 
 CUDA = CudaMemory()
-Part = NDArray[np.uint8] | SharedFile | IpcHandle | None
+Part = NDArray[np.uint8] | Path | IpcHandle | None
 
 
 class PartOpener:
@@ -124,17 +114,16 @@ class PartOpener:
         """
         (first, *_), num_bytes = parts, header.num_bytes
         if first is None:
-            return self._receive(num_bytes)
+            if (group := self._group) is None:
+                raise EngineError("weights were announced as a broadcast, and this process is in no group.")
+            data = torch.empty(num_bytes, dtype=torch.uint8, device=group.device)
+            group.finish(group.broadcast(data))
+            return data
         if isinstance(first, IpcHandle):
             return self._copy([part for part in parts if isinstance(part, IpcHandle)], num_bytes)
-        return first.open(num_bytes) if isinstance(first, SharedFile) else _as_tensor(first)
-
-    def _receive(self, num_bytes: int) -> Tensor:
-        if (group := self._group) is None:
-            raise EngineError("weights were announced as a broadcast, and this process is in no group.")
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=group.device)
-        group.finish(group.broadcast(data))
-        return data
+        if isinstance(first, Path):  # mapped, so it may be removed
+            return torch.from_file(str(first), shared=True, size=num_bytes, dtype=torch.uint8)
+        return torch.from_numpy(np.asarray(_Writable(first)))
 
     def _copy(self, handles: Sequence[IpcHandle], num_bytes: int) -> Tensor:
         """Copied on the GPU: vLLM keeps weights until their layer is whole, and the sender packs its buffer anew."""
@@ -151,13 +140,9 @@ class PartOpener:
 
 
 class _Writable:
-    """An array that numpy takes for writable, although Ray made it read-only: torch knows no read-only tensors."""
+    """An array that numpy takes for writable, although Ray made it read-only: torch knows no read-only tensors. It
+    stays in the object store as long as a view of it lives."""
 
     def __init__(self, array: NDArray[np.uint8]) -> None:
         self._array = array
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
-
-
-def _as_tensor(array: NDArray[np.uint8]) -> Tensor:
-    """The same memory, in the object store, which is kept there as long as a view of it lives."""
-    return torch.from_numpy(np.asarray(_Writable(array)))

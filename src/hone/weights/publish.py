@@ -13,6 +13,7 @@ is sent a version again, is decided in `routes.py`.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,27 +51,30 @@ class Peer(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """How a bucket's bytes get from this rank to engines."""
+class Transport(ABC):
+    """How a bucket's bytes get from this rank to engines. Where the call of a bucket carries what there is to send,
+    nothing is kept for an engine: the other methods do nothing then.
 
-    device: torch.device
-    """Where buckets are packed."""
+    Args:
+        device: where buckets are packed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def connect(self, peers: Mapping[str, Peer], timeout_s: float) -> dict[str, EngineError]:
         """Before a version: be ready to send to these engines. Returns those that cannot be reached, and why."""
-        ...
+        return {}
 
+    @abstractmethod
     def send(self, bucket: Bucket, engines: Sequence[str]) -> Mapping[str, Any]:
         """Begin to send a bucket. Returns what the call of each engine carries (`parts.Part`)."""
-        ...
 
-    def wait(self, engine: str, deadline: float) -> None:
+    def wait(self, engine: str, deadline: float) -> None:  # noqa: B027 - may be nothing to do
         """Once an engine has taken a bucket: wait until its memory may be written to again. Raises EngineError."""
-        ...
 
-    def drop(self, engine: str) -> None:
+    def drop(self, engine: str) -> None:  # noqa: B027 - may be nothing to do
         """An engine failed: send it no more, and give up what is under way."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +128,31 @@ def publish(
     """
     stream = _Stream(peers, transport, updates, sender, timeout_s)
     stream.begin()
+    buffers, waits = deque[Tensor](), deque[Callable[[], object]]()
+
+    def buffer(size: int) -> Tensor:
+        """The one that was sent first is the next to be empty. A tensor that is larger than a bucket gets a buffer of
+        its own, which is not kept."""
+        empty: Tensor | None = None
+        if len(waits) == IN_FLIGHT:
+            waits.popleft()()
+            empty = buffers.popleft()
+        if empty is None or len(empty) != size:
+            empty = torch.empty(size, dtype=torch.uint8, device=transport.device)
+        buffers.append(empty)
+        return empty
+
+    packer = Packer(bucket_size, buffer, dtype=dtype)
     coming, sent_bytes = iter(weights), 0
-    buffers = _Buffers(bucket_size, transport.device)
-    packer = Packer(bucket_size, buffers.empty, dtype=dtype)
     for bucket in packer.pack(coming):
         if not stream.taking:
             break
-        buffers.sent(stream.load(bucket))
+        waits.append(stream.load(bucket))
         sent_bytes += bucket.header.num_bytes
     for _ in coming:  # no engine is left to take them
         pass
-    buffers.drain()
+    for wait in waits:
+        wait()
     (version,) = {update.version for update in updates.values()}
     manifest = packer.manifest(version)
     stream.commit(manifest)
@@ -220,31 +238,3 @@ class _Stream:
     def _drop(self, name: str, error: EngineError) -> None:
         self.failed[name] = error
         self._transport.drop(name)
-
-
-class _Buffers:
-    """`IN_FLIGHT` buffers; the one that was sent first is the next to be empty. A tensor that is larger than a bucket
-    gets a buffer of its own, which is not kept."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
-        self._free: list[Tensor] = []
-        self._taken: deque[Tensor] = deque()
-        self._waits: deque[Callable[[], object]] = deque()
-
-    def empty(self, size: int) -> Tensor:
-        if len(self._taken) == IN_FLIGHT:
-            self._waits.popleft()()
-            if len(buffer := self._taken.popleft()) == self._size:
-                self._free.append(buffer)
-        fits = size == self._size and self._free
-        buffer = self._free.pop() if fits else torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._taken.append(buffer)
-        return buffer
-
-    def sent(self, wait: Callable[[], object]) -> None:
-        self._waits.append(wait)
-
-    def drain(self) -> None:
-        while self._waits:
-            self._waits.popleft()()

@@ -13,13 +13,14 @@ import queue
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hone.errors import EngineError
+from hone.runtime.processes import retrieved
 from hone.weights.buckets import Bucket, Header, Manifest, Unpacker
 from hone.weights.groups import GroupAddress
 from hone.weights.parts import Part, PartOpener, shared_file
@@ -125,15 +126,15 @@ class Arriving:
             if any(call.header != news[0].header for call in news):
                 raise EngineError("ranks of the trainer packed different buckets")
             with ExitStack() as files:
-                parts: list[Part] = [call.part for call in news]
-                if self._shares_files:
-                    parts = [
-                        files.enter_context(shared_file(part)) if isinstance(part, np.ndarray) else part
-                        for part in parts
-                    ]
+                parts: list[Part] = []
+                for call in news:
+                    part = call.part
+                    if self._shares_files and isinstance(part, np.ndarray):
+                        part = files.enter_context(shared_file(part))
+                    parts.append(part)
                 yield news[0].header, parts
             for call in news:
-                self._loop.call_soon_threadsafe(_done, call.loaded)
+                self._loop.call_soon_threadsafe(call.loaded.set_result, None)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, opened here. Raises EngineError, also at the end, when something else arrived than was sent."""
@@ -181,7 +182,7 @@ class Receiver:
             shares_files = self._opens is not None and self._opens.num_workers > 1
             self._arriving = Arriving(update, self._opener, timeout_s=self._timeout_s, shares_files=shares_files)
             self._loading = asyncio.create_task(self._load(self._arriving))
-            self._loading.add_done_callback(_seen)
+            self._loading.add_done_callback(retrieved)  # where the sender has given up the version, no call waits
 
     async def load(self, update_id: str, sender: int, header: Header, part: Part) -> None:
         """The next bucket; returns when it was loaded. Raises EngineError with what ended the loading."""
@@ -230,14 +231,3 @@ class Receiver:
             if isinstance(error, EngineError):
                 raise
             raise EngineError(f"{type(error).__name__}: {error}") from error
-
-
-def _done(future: asyncio.Future[Any]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _seen(loading: asyncio.Task[str]) -> None:
-    """Take note of a failure: where the sender has given up the version, no call waits for it."""
-    if not loading.cancelled():
-        loading.exception()

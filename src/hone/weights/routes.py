@@ -9,26 +9,14 @@ from typing import Any
 
 from hone.errors import ClusterError
 from hone.weights.publish import Published
-from hone.weights.transports import TransportName
+from hone.weights.transports import RayPeer, TransportName
 
 ATTEMPTS = 2
 """Times that a version is sent to an engine that refused it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """An engine that is to get weights."""
-
-    actor: Any
-    """Handle of its `EngineActor`."""
-    ranks: tuple[int, ...] = (0,)
-    """Of the trainer, from where it gets them: one, or with CUDA IPC that of each worker's GPU."""
-    num_workers: int = 1
-    """Processes of the engine that load weights."""
-
-
-Ask = Callable[[Mapping[str, Target], TransportName, str], Sequence[Published | None]]
-"""Has every rank of a trainer send to the targets that are its own, as the update of this id; what came of it on
+Ask = Callable[[Mapping[str, RayPeer], TransportName, str], Sequence[Published | None]]
+"""Has every rank of a trainer send to the engines that are its own, as the update of this id; what came of it on
 each."""
 
 
@@ -38,17 +26,13 @@ class Routes:
 
     transport: TransportName = "ray"
     ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """See `Target.ranks`, by the names of the engines; rank 0 for none."""
+    """See `RayPeer.ranks`, by the names of the engines; rank 0 for none."""
     num_workers: int = 1
     """Of each engine."""
     machines: Mapping[str, int] = field(default_factory=dict)
     """Of the engines, by their names."""
     sender_machine: int = 0
     """Of the trainer's rank 0."""
-
-    def targets(self, actors: Mapping[str, Any]) -> dict[str, Target]:
-        """Engines by name, from the handles of their actors."""
-        return {name: Target(actor, self.ranks.get(name, (0,)), self.num_workers) for name, actor in actors.items()}
 
     def moved_over_least(self, parts: Sequence[Published], engines: Sequence[str]) -> float:
         """Bytes that were moved so that all of these engines get a version, over the least possible.
@@ -83,23 +67,23 @@ class Publisher:
         Raises:
             ClusterError: ranks sent different weights.
         """
-        waiting = self._routes.targets(actors)
+        routes = self._routes
+        waiting = {
+            name: RayPeer(actor, routes.ranks.get(name, (0,)), routes.num_workers) for name, actor in actors.items()
+        }
         parts: list[Published] = []
         held_by, failed = list[str](), dict[str, str]()
         for _ in range(ATTEMPTS):
-            found = [part for part in ask(waiting, self._routes.transport, uuid.uuid4().hex) if part is not None]
+            found = [part for part in ask(waiting, routes.transport, uuid.uuid4().hex) if part is not None]
             parts += found
-            for part in found:
-                failed |= part.failed
-            lost = {name for part in found for name in part.failed}
-            held = [name for name in waiting if name not in lost]
-            held_by += held
-            for name in held:
-                failed.pop(name, None)
+            lost = {name: why for part in found for name, why in part.failed.items()}
+            held_by += [name for name in waiting if name not in lost]
+            failed |= lost
             dropped = {name for part in found for name in part.failed if name not in part.refused}
-            waiting = {name: target for name, target in waiting.items() if name in lost - dropped}
+            waiting = {name: peer for name, peer in waiting.items() if name in lost.keys() - dropped}
             if not waiting:
                 break
+        failed = {name: why for name, why in failed.items() if name not in held_by}
         whole = [part.manifest for part in parts if part.held_by] or [parts[-1].manifest]
         if len({manifest.fingerprint for manifest in whole}) > 1:
             raise ClusterError(
@@ -108,7 +92,7 @@ class Publisher:
             )
         self._measured = {
             "engine/published_mib": whole[0].num_bytes / 2**20,
-            "engine/published_over_least": self._routes.moved_over_least(parts, list(actors)),
+            "engine/published_over_least": routes.moved_over_least(parts, list(actors)),
         }
         return Published(whole[0], tuple(held_by), failed, (), sum(part.sent_bytes for part in parts))
 

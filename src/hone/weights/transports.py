@@ -7,6 +7,8 @@ broadcast it to one engine's processes at a time. The receiving side is `parts.P
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -17,11 +19,11 @@ from typing import Any, Literal
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import TCPStore
 
 from hone.errors import EngineError, first_line
 from hone.weights.buckets import Bucket
-from hone.weights.groups import Backend, BroadcastGroup, GroupAddress, on_a_thread, serve_store
+from hone.weights.groups import Backend, BroadcastGroup, GroupAddress, on_a_thread
 from hone.weights.parts import CUDA, CudaMemory
 from hone.weights.publish import Answer, NoAnswer, Peer, Transport
 
@@ -34,6 +36,9 @@ class RayPeer:
     """An engine in a Ray actor."""
 
     actor: Any
+    """Handle of its `EngineActor`."""
+    ranks: tuple[int, ...] = (0,)
+    """Of the trainer, from where it gets weights: one, or with CUDA IPC that of each worker's GPU."""
     num_workers: int = 1
     """Its processes that load weights."""
 
@@ -67,53 +72,38 @@ def make_transport(name: TransportName, *, host: str) -> Transport:
     return SharedGpu(torch.device("cuda", 0)) if name == "ipc" else Broadcast(name, host)
 
 
-class ObjectStore:
+class ObjectStore(Transport):
     """Through Ray's object store: engines on one machine share one copy; Ray brings it to other machines once each."""
 
-    device = torch.device("cpu")
-
-    def connect(self, peers: Mapping[str, Peer], timeout_s: float) -> dict[str, EngineError]:
-        return {}
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
 
     def send(self, bucket: Bucket, engines: Sequence[str]) -> Mapping[str, Any]:
         return dict.fromkeys(engines, ray.put(bucket.data.numpy()))
 
-    def wait(self, engine: str, deadline: float) -> None:
-        """The store has a copy."""
 
-    def drop(self, engine: str) -> None:
-        """Nothing is kept for an engine."""
-
-
-class SharedGpu:
-    """Through the memory of one GPU that both processes see (CUDA IPC), whatever number each has for it."""
+class SharedGpu(Transport):
+    """Through the memory of one GPU that both processes see (CUDA IPC), whatever number each has for it. Once an engine
+    took a bucket, it has a copy."""
 
     def __init__(self, device: torch.device, memory: CudaMemory = CUDA) -> None:
-        self.device, self._memory = device, memory
-
-    def connect(self, peers: Mapping[str, Peer], timeout_s: float) -> dict[str, EngineError]:
-        return {}
+        super().__init__(device)
+        self._memory = memory
 
     def send(self, bucket: Bucket, engines: Sequence[str]) -> Mapping[str, Any]:
         self._memory.synchronize(self.device)  # the bucket is packed
         return {engine: self._memory.share(bucket.data) for engine in engines}
 
-    def wait(self, engine: str, deadline: float) -> None:
-        """Once it was taken, the engine has a copy."""
 
-    def drop(self, engine: str) -> None:
-        """Nothing is kept for an engine."""
-
-
-class Broadcast:
+class Broadcast(Transport):
     """By broadcast, in a group of this rank and one engine's processes. It is kept from version to version, and made
     anew when the engine failed or was started again."""
 
     def __init__(self, backend: Backend, host: str) -> None:
-        self.device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+        super().__init__(torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu"))
         self._backend: Backend = backend
         self._host = host
-        self._store: tuple[Store, str] | None = None
+        self._store: TCPStore | None = None
         self._numbers = itertools.count()
         self._groups: dict[str, tuple[Peer, BroadcastGroup]] = {}
         self._works: dict[str, list[Any]] = {}
@@ -141,8 +131,14 @@ class Broadcast:
     def _join(self, peer: Peer, timeout_s: float) -> tuple[Answer, Future[BroadcastGroup]]:
         """Start to make a group with an engine: its answer, and our side of the group."""
         if self._store is None:
-            self._store = serve_store(self._host)
-        _, where = self._store
+            # It listens on this address alone, and what is said there is not authenticated: keep it on loopback, or on
+            # a network whose machines are all trusted.
+            with socket.create_server((self._host, 0)) as listener:
+                port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
+                self._store = TCPStore(
+                    self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+                )
+        where = f"{self._host}:{self._store.port}"
         address = GroupAddress(self._backend, where, f"group-{next(self._numbers)}", 1 + peer.num_workers, timeout_s)
         answer = peer.call("connect_weights", address)
         return answer, on_a_thread(partial(BroadcastGroup, address, 0, device=self.device))

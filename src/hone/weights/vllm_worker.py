@@ -15,7 +15,8 @@ in vLLM's queue. Only vLLM loads this module, by the name of `Extension`, into i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ class Transfer(WeightTransferEngine[JoinInfo, BucketInfo]):
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self._failure = None
-        self._keep_failure(lambda: self._opener.join(init_info.address, 1 + self.parallel_config.rank))
+        with self._keeping_failure():
+            self._opener.join(init_info.address, 1 + self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
         self._failure, self._is_open = None, True
@@ -89,7 +91,8 @@ class Transfer(WeightTransferEngine[JoinInfo, BucketInfo]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's, without a wait for a GPU that may not be there."""
-        self._keep_failure(lambda: self.receive_weights(self.parse_update_info(update_info)))
+        with self._keeping_failure():
+            self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         if not self._is_open:
@@ -103,8 +106,10 @@ class Transfer(WeightTransferEngine[JoinInfo, BucketInfo]):
                 load_weights(self.model, self.vllm_config, part)
 
     def finish_weight_update(self) -> None:
-        self._keep_failure(self._missing.check)
-        self._keep_failure(lambda: finish_reload(self.model, self.model_config, self.vllm_config))
+        with self._keeping_failure():
+            self._missing.check()
+        with self._keeping_failure():
+            finish_reload(self.model, self.model_config, self.vllm_config)
 
     def shutdown(self) -> None:
         self._opener.leave()
@@ -114,9 +119,10 @@ class Transfer(WeightTransferEngine[JoinInfo, BucketInfo]):
             self._opener.leave()  # the sender leaves its group too
         return Outcome(self._unpacker.fingerprint(), self._failure)
 
-    def _keep_failure(self, work: Callable[[], object]) -> None:
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
         try:
-            work()
+            yield
         except Exception as error:  # the boundary of the worker: `outcome` has the first failure
             said = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
             self._failure = self._failure or said

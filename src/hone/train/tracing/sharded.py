@@ -58,7 +58,8 @@ def trace_sharded(trained: Trained, architecture: Mapping[str, Any], batch: Batc
             microbatch = _Packed(torch.zeros_like(position_RX), position_RX, wanted, wanted)
         with fake_tensors(memory), kernels_of(memory, trained.work):
             model.to_empty(device="cpu")
-            model.tie()
+            if not model.is_ours:
+                model.body.tie_weights()  # they have moved
             optimizer = _with_states(model)
             if trained.accumulates:
                 for parameter in model.parameters():
@@ -122,7 +123,10 @@ class _TracedPolicy(nn.Module):
             self.body.checkpointing = work.checkpointing
             self.layers = list(self.body.layers)
         else:
-            register_fused_attention()
+            ALL_ATTENTION_FUNCTIONS.register(
+                FUSED_ATTENTION, lambda _, query, key, value, *__, **___: (_Fused.apply(query, key, value), None)
+            )
+            ALL_MASK_ATTENTION_FUNCTIONS.register(FUSED_ATTENTION, lambda *_, **__: None)
             attention = "eager" if work.architecture.caps_scores else FUSED_ATTENTION
             with torch.device("meta"):
                 self.body = AutoModelForCausalLM.from_config(
@@ -132,11 +136,6 @@ class _TracedPolicy(nn.Module):
             if work.checkpointing == "full":
                 self.body.gradient_checkpointing_enable({"use_reentrant": False})
             self.layers = list(self.body.base_model.layers)
-
-    def tie(self) -> None:
-        """After weights have moved to another device."""
-        if not self.is_ours:
-            self.body.tie_weights()
 
     def forward(self, microbatch: Layout | _Packed) -> Tensor:
         """(U,) logprobs."""
@@ -194,11 +193,3 @@ class _Fused(torch.autograd.Function):
         results = tuple(torch.empty_like(x) for x in (q, k, v))
         del summed
         return results
-
-
-def register_fused_attention() -> None:
-    """Let Transformers know it."""
-    ALL_ATTENTION_FUNCTIONS.register(
-        FUSED_ATTENTION, lambda _, query, key, value, *__, **___: (_Fused.apply(query, key, value), None)
-    )
-    ALL_MASK_ATTENTION_FUNCTIONS.register(FUSED_ATTENTION, lambda *_, **__: None)
