@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cases import make_trainer
 from sharded_cases import Case
 from sharded_states import Here, copy_state, make, masters, restore, snapshot, update
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from hone.errors import CheckpointError
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
-from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 
 pytestmark = pytest.mark.slow("groups of one, two and four ranks")
@@ -152,18 +150,3 @@ def test_what_was_copied_is_of_its_moment(pair, tmp_path):
     loaded = Checkpoints(tmp_path, 2).newest()
     assert loaded is not None
     assert all(torch.equal(loaded.tensors[f"master/{name}"], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_checkpoints_of_format_1_are_still_read(tmp_path, precision):
-    """Their tensors were the flat buffers, whole and without names for what is in them."""
-    old, new = make_trainer(precision=precision), make_trainer(precision=precision)
-    tensors, rest = old.state()
-    for buffer in (old.policy.held.master, *old.policy.optimizer.moments.values()):
-        buffer.uniform_()
-    flat = {"master": old.policy.held.master, **old.policy.optimizer.moments}
-    rest = {key: value for key, value in rest.items() if key != "weights"} | {"segments": old.policy.held.segments}
-    path = Checkpoints(tmp_path, 2).save(Progress(step=1), LiveSnapshot(flat, rest))
-    loaded = Checkpoints(tmp_path, 2).load(path)
-    new.restore(loaded.tensors, loaded.rest)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in new.state()[0].items())

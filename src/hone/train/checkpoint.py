@@ -41,8 +41,6 @@ from hone.train.tensor_files import FileFacts, SavedTensors, Snapshot, write_syn
 from hone.types import Progress
 
 FORMAT = 2
-"""1 had flat buffers for tensors, of one process. It is still read."""
-_READ = (1, FORMAT)
 STAGE_ORDER = ("sft", "reward_model", "rl")
 """A checkpoint of a later stage is newer than any of an earlier one."""
 
@@ -280,8 +278,8 @@ def _seal(manifest: dict[str, Any]) -> str:
 def _unsealed(data: bytes) -> dict[str, Any]:
     manifest = json.loads(data)
     seal = manifest.pop("seal", None)
-    if manifest.get("format") not in _READ:
-        raise _Torn(f"{MANIFEST} has format {manifest.get('format')!r}; this version of Hone reads up to {FORMAT}")
+    if manifest.get("format") != FORMAT:
+        raise _Torn(f"{MANIFEST} has format {manifest.get('format')!r}; this version of Hone reads {FORMAT}")
     if seal != _seal(manifest):
         raise _Torn(f"{MANIFEST} was altered")
     return manifest

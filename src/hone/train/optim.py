@@ -83,8 +83,6 @@ class FlatWeights:
         self._model: Any = model
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         named.sort(key=lambda item: item[1].dim() < 2)  # stable: matrices first, then norms, biases and vectors
-        self.segments: list[tuple[str, list[int]]] = [(name, list(p.shape)) for name, p in named]
-        """Name and shape of each parameter, in the order of the buffers."""
         self.num_decayed = sum(p.numel() for _, p in named if p.dim() >= 2)
         dtype = torch.promote_types(compute_dtype, torch.float32)
         self.master = torch.cat([p.detach().reshape(-1).to(dtype) for _, p in named])
@@ -163,9 +161,6 @@ class FlatWeights:
 
     def fill(self, buffer: Tensor, kind: str, tensors: Mapping[str, Tensor]) -> None:
         """Fill a buffer with what a checkpoint has of a kind."""
-        if MASTER in tensors:  # one of format 1, which had the buffers as they are
-            buffer.copy_(tensors[kind])
-            return
         for name, own in self.split(buffer).items():
             own.copy_(tensors[f"{kind}/{name}"])
 
@@ -362,9 +357,7 @@ class FlatAdamW(AdamW):
         return tensors, rest
 
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
-        is_flat = MASTER in tensors
-        ours = self.weights.segments if is_flat else self.state()[1]["weights"]
-        refuse_other_weights(ours, rest["segments" if is_flat else "weights"])
+        refuse_other_weights(self.state()[1]["weights"], rest["weights"])
         for kind, buffer in self._buffers().items():
             if kind == MASTER or FRESH not in rest:
                 self.weights.fill(buffer, kind, tensors)
