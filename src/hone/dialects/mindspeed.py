@@ -121,14 +121,6 @@ def _data(job: ForeignJob, value: Any) -> KeyVerdict:
     return unknown("Megatron's preprocessed data: name the JSONL or Parquet file of preprocess_data's --input")
 
 
-def _microbatch_means(job: ForeignJob) -> str:
-    size = whole(job.get(f"{_A}.micro_batch_size", 1))
-    together = "tokens as fit" if truth(job.get(f"{_R}.use_dynamic_bsz", False)) else f"{size} samples"
-    if together == "1 samples":
-        return "a mean per sample, then over samples"
-    return f"there a mean over the tokens of a microbatch, of {together}; here per sample, then over samples"
-
-
 def _program(foreign: ForeignRun) -> str | None:
     stage = next((str(key.value) for key in foreign.keys if key.key == f"{_M}.stage"), "ray_grpo")
     if stage in ("dpo", "sft", "orm", "prm") or stage.endswith(("dpo", "sft")):
@@ -141,7 +133,10 @@ def _whole(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
     yield "data.chat", default({"data.chat": True}, "prompts were rendered with the model's template")
     yield "data.prompt_column", default({"data.prompt_column": "prompt"}, "name the column of your file")
     if not job.given(f"{_R}.token_level_loss"):
-        yield "loss", nothing(_microbatch_means(job))
+        size = whole(job.get(f"{_A}.micro_batch_size", 1))
+        together = "tokens as fit" if truth(job.get(f"{_R}.use_dynamic_bsz", False)) else f"{size} samples"
+        why = f"there a mean over the tokens of a microbatch, of {together}; here per sample, then over samples"
+        yield "loss", nothing("a mean per sample, then over samples" if together == "1 samples" else why)
     if not job.given(f"{_M}.data_path"):
         yield f"{_M}.data_path", unknown("no data is named")
     if job.given(f"{_R}.actor_resource.num_npus"):

@@ -56,31 +56,31 @@ class Names:
         self._visit(tree, tree, is_certain=True)
 
     def _visit(self, node: ast.AST, scope: ast.AST, *, is_certain: bool) -> None:
+        is_main_guard = isinstance(node, ast.If) and "__name__" in text_of(node.test)
+        is_branch = isinstance(node, _BRANCHES) and not is_main_guard
         for child in ast.iter_child_nodes(node):
             self._scopes[id(child)] = scope
-            inner, certain = scope, is_certain and not (isinstance(node, _BRANCHES) and not _is_main_guard(node))
+            inner, certain = scope, is_certain and not is_branch
             if isinstance(child, Function | ast.ClassDef):
                 inner, certain = child, True
                 self._outer[id(child)] = scope
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 self.definitions[child.name] = child
             if isinstance(child, ast.Import | ast.ImportFrom):
-                self._import(child)
+                for alias in child.names:
+                    self.imports[alias.asname or alias.name.partition(".")[0]] = child
+                    if isinstance(child, ast.ImportFrom) and child.module and child.level == 0:
+                        self.imported[alias.asname or alias.name] = f"{child.module}:{alias.name}"
             elif isinstance(child, ast.AnnAssign) and isinstance(scope, ast.ClassDef):
-                self._default(
-                    child.target.id if isinstance(child.target, ast.Name) else None, _field_default(child.value)
-                )
+                default = child.value
+                if isinstance(default, ast.Call) and called(default) in ("field", "Field"):
+                    default = next((word.value for word in default.keywords if word.arg == "default"), None)
+                self._default(child.target.id if isinstance(child.target, ast.Name) else None, default)
             elif isinstance(child, Assigning):
                 self._assign(child, scope, certain)
             elif isinstance(child, ast.Call) and called(child) == "add_argument":
                 self._argument(child)
             self._visit(child, inner, is_certain=certain)
-
-    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
-        for alias in node.names:
-            self.imports[alias.asname or alias.name.partition(".")[0]] = node
-            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-                self.imported[alias.asname or alias.name] = f"{node.module}:{alias.name}"
 
     def _assign(self, node: Assigning, scope: ast.AST, certain: bool) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -109,21 +109,16 @@ class Names:
 
     # ---- following
 
-    def scope_of(self, node: ast.AST) -> ast.AST | None:
-        return self._scopes.get(id(node))
-
-    def outer(self, scope: ast.AST) -> Iterator[ast.AST]:
-        """A scope and those around it."""
-        while True:
+    def scopes(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The scope of a node of the file and those around it."""
+        scope = self._scopes.get(id(node))
+        while scope is not None:
             yield scope
-            if id(scope) not in self._outer:
-                return
-            scope = self._outer[id(scope)]
+            scope = self._outer.get(id(scope))
 
     def assignments(self, name: str, at: ast.AST) -> list[Assignment]:
         """All of a name in the nearest scope that has any."""
-        start = self.scope_of(at)
-        for scope in self.outer(start) if start is not None else ():
+        for scope in self.scopes(at):
             if found := self._assigned.get((id(scope), name)):
                 return found
         return []
@@ -140,8 +135,7 @@ class Names:
         return node
 
     def _followed(self, node: ast.Name) -> ast.expr | None:
-        start = self.scope_of(node)
-        for scope in self.outer(start) if start is not None else ():
+        for scope in self.scopes(node):
             if bound := self._bound.get((id(scope), node.id)):
                 return bound
         found = self.assignments(node.id, node)
@@ -185,7 +179,11 @@ class Names:
             parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
             return "".join(str(self.value(part, depth + 1)) for part in parts)
         if isinstance(node, ast.UnaryOp):
-            return self._unary(node, depth)
+            value = self.value(node.operand, depth + 1)
+            if isinstance(node.op, ast.Not) and isinstance(value, bool):
+                return not value
+            is_number = isinstance(node.op, ast.USub) and isinstance(value, int | float)
+            return -value if is_number else hole(text_of(node))
         if isinstance(node, ast.BinOp):
             return self._arithmetic(node, depth)
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
@@ -220,7 +218,9 @@ class Names:
         if name in ("str", "Path") and len(arguments) == 1:
             return arguments[0] if _is_hole(arguments[0]) else str(arguments[0])
         if name in ("int", "float", "bool") and len(arguments) == 1:
-            return _number(name, arguments[0], hole(text_of(node)))
+            value = plain_value(arguments[0]) if isinstance(arguments[0], str) and name != "bool" else arguments[0]
+            is_number = isinstance(value, int | float) and abs(value) < 1e15
+            return {"int": int, "float": float, "bool": bool}[name](value) if is_number else hole(text_of(node))
         if name in ("is_bf16_supported", "is_bfloat16_supported"):
             return True  # of the device, where Hone computes in bfloat16
         if name == "join" and arguments and all(isinstance(part, str) for part in arguments):
@@ -231,13 +231,6 @@ class Names:
             return {keyword.arg: self.value(keyword.value, depth + 1) for keyword in node.keywords if keyword.arg}
         returned = self.returned(node)
         return hole(text_of(node)) if returned is None else self.value(returned, depth + 1)
-
-    def _unary(self, node: ast.UnaryOp, depth: int) -> Any:
-        value = self.value(node.operand, depth + 1)
-        if isinstance(node.op, ast.Not) and isinstance(value, bool):
-            return not value
-        is_number = isinstance(node.op, ast.USub) and isinstance(value, int | float)
-        return -value if is_number else hole(text_of(node))
 
     def _arithmetic(self, node: ast.BinOp, depth: int) -> Any:
         left, right = self.value(node.left, depth + 1), self.value(node.right, depth + 1)
@@ -274,23 +267,3 @@ def text_of(node: ast.AST) -> str:
 
 def _is_hole(value: Any) -> bool:
     return isinstance(value, str) and "\ue000" in value
-
-
-def _number(kind: str, value: Any, other: Any) -> Any:
-    """`int(...)`, `float(...)` or `bool(...)` of a number, or of text that is one, such as an environment's default."""
-    if isinstance(value, str) and kind != "bool":
-        value = plain_value(value)
-    if isinstance(value, int | float) and abs(value) < 1e15:
-        return {"int": int, "float": float, "bool": bool}[kind](value)
-    return other
-
-
-def _field_default(node: ast.expr | None) -> ast.expr | None:
-    """The default of a field of a class: `= value`, or `= field(default=value)`."""
-    if isinstance(node, ast.Call) and called(node) in ("field", "Field"):
-        return next((keyword.value for keyword in node.keywords if keyword.arg == "default"), None)
-    return node
-
-
-def _is_main_guard(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "__name__" in text_of(node.test)

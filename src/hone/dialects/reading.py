@@ -26,6 +26,7 @@ _TRL_VERBS = ("grpo", "rloo", "sft", "dpo", "kto", "reward", "ppo", "env", "vllm
 _MINDSPEED = ("megatron_training", "rl_config", "actor_config", "generate_config")
 _TRL_KEYS = ("model_name_or_path", "dataset_name", "per_device_train_batch_size", "num_generations", "output_dir")
 _OPENRLHF_KEYS = ("pretrain", "prompt_data", "rollout_batch_size", "actor_num_nodes", "actor.model_name_or_path")
+_RL = r"ppo|grpo|rloo|dapo|nanochat|async"
 _HYDRA = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/]*([.][\w{}@\-*]+)*=", re.DOTALL)
 
 
@@ -61,7 +62,11 @@ def read_foreign(
     found, notes = _named(commands)
     found = [command for command in found if tool in (None, command.tool)] or list(_started(commands, script))
     if found:
-        chosen = _chosen(found, source, services_of(commands), notes)
+        best = min(found, key=lambda one: (not re.search(_RL, one.program.lower()), one.line or 0))
+        others = [f"line {command.line}: {command.program}" for command in found if command is not best]
+        which = f"the file has {len(found)} commands; read the one of line {best.line}, and not {', '.join(others)}"
+        notes = (*((which,) if others else ()), *notes)
+        chosen = replace(best, source=source, notes=notes, services=services_of(commands))
         return _with_script(_with_configuration(chosen, script), script)
     try:
         return _of_tool(_yaml(text, source, tool), tool)
@@ -88,16 +93,6 @@ def _named(commands: list[ShellCommand]) -> tuple[list[ForeignRun], tuple[str, .
         return [run for _, run in found], ()
     why = "arguments without a program, which no command gets: a comment or a line without \\ ends the one above"
     return named, tuple(f"line {command.line}: {why}" for command in stray)
-
-
-def _chosen(
-    found: list[ForeignRun], source: str, services: tuple[ForeignService, ...], notes: tuple[str, ...]
-) -> ForeignRun:
-    """The first command that trains by RL, else the first."""
-    best = min(found, key=lambda command: (not _is_rl(command.program), command.line or 0))
-    others = [f"line {command.line}: {command.program}" for command in found if command is not best]
-    which = f"the file has {len(found)} commands; read the one of line {best.line}, and not {', '.join(others)}"
-    return replace(best, source=source, notes=(*((which,) if others else ()), *notes), services=services)
 
 
 def _started(commands: Iterable[ShellCommand], script: Callable[[str], str | None]) -> Iterator[ForeignRun]:
@@ -145,10 +140,6 @@ def _with_script(command: ForeignRun, script: Callable[[str], str | None]) -> Fo
     )
 
 
-def _is_rl(program: str) -> bool:
-    return bool(re.search(r"ppo|grpo|rloo|dapo|nanochat|async", program.lower()))
-
-
 # ---- documents
 
 
@@ -191,7 +182,13 @@ def _yaml(text: str, source: str, tool: Tool | None) -> ForeignRun:
         reason = str(problems[0]) if problems else f"{source}: has no keys"
         raise DialectError(f"{reason} (not YAML that can be read)")
     top = set(root.value)
-    kind = tool or _yaml_tool(top)
+    kind = tool
+    if kind is None and top & set(_MINDSPEED):
+        kind = "mindspeed"
+    elif kind is None and top & {"actor_rollout_ref", "algorithm"} and top & {"actor_rollout_ref", "trainer"}:
+        kind = "verl"
+    elif kind is None and top & set(_TRL_KEYS):
+        kind = "trl"
     if kind is None:
         raise DialectError(
             f"{source}: keys {', '.join(sorted(top)[:6])} are of no tool that is known; name it with --from"
@@ -213,14 +210,6 @@ def _leaves(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
             yield from _leaves(child, f"{path}.{name}" if path else name)
     else:
         yield path, node
-
-
-def _yaml_tool(top: set[str]) -> Tool | None:
-    if top & set(_MINDSPEED):
-        return "mindspeed"
-    if top & {"actor_rollout_ref", "algorithm"} and top & {"actor_rollout_ref", "trainer"}:
-        return "verl"
-    return "trl" if top & set(_TRL_KEYS) else None
 
 
 # ---- commands
@@ -288,10 +277,6 @@ def _launched(words: list[str]) -> list[str]:
     return []
 
 
-def _is_open(value: str) -> bool:
-    return value.count("[") > value.count("]") or value.count("{") > value.count("}")
-
-
 def _environment(command: ShellCommand) -> tuple[ForeignKey, ...]:
     return tuple(ForeignKey(name, value, command.line) for name, value in command.environment)
 
@@ -315,7 +300,7 @@ def _overrides(program: str, words: list[str], command: ShellCommand) -> Foreign
             last = keys[last_name] = ForeignKey(key, value, command.line)
         elif word.startswith("~") and "/" not in word:
             keys[word.lstrip("~")] = ForeignKey(word, None, command.line)
-        elif last is not None and _is_open(str(last.value)):
+        elif last is not None and any(str(last.value).count(a) > str(last.value).count(b) for a, b in ("[]", "{}")):
             keys[last_name] = replace(last, value=f"{last.value} {word}")  # a list whose author forgot the quotes
             last = keys[last_name]
         elif word.strip() and not word.startswith(("-", "&", ">")):

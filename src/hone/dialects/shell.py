@@ -148,6 +148,7 @@ class _ScriptReader:
 
     def _command(self, scope: ShellScope, depth: int) -> bool | None:
         word = self.tokens[self.at].text
+        following = [token.text for token in self.tokens[self.at + 1 : self.at + 3]]
         if depth > MAX_DEPTH or len(self.commands) > MAX_COMMANDS:
             self.at = len(self.tokens)
         elif word == "if":
@@ -166,17 +167,14 @@ class _ScriptReader:
         elif word in _TESTS:
             return self._test(scope)
         elif word.startswith("(("):
-            self._skip_line()
+            while (token := self._peek()) and token.kind != "newline" and token.text not in (";", "&&", "||"):
+                self.at += 1
             return None
-        elif self._is_function():
+        elif word == "function" or (following == ["(", ")"] and NAME.match(word)):
             self._function()
         else:
             return self._simple(scope, depth)
         return True
-
-    def _skip_line(self) -> None:
-        while (token := self._peek()) is not None and token.kind != "newline" and token.text not in (";", "&&", "||"):
-            self.at += 1
 
     def _test(self, scope: ShellScope) -> bool | None:
         """`[ ... ]`, `[[ ... ]]` or `test ...`."""
@@ -268,10 +266,6 @@ class _ScriptReader:
         self.sequence(scope, depth + 1, ("done",))
         self._take("done")
 
-    def _is_function(self) -> bool:
-        texts = [token.text for token in self.tokens[self.at : self.at + 3]]
-        return texts[:1] == ["function"] or (texts[1:3] == ["(", ")"] and bool(NAME.match(texts[0])))
-
     def _function(self) -> None:
         if self.tokens[self.at].text == "function":
             self.at += 1
@@ -308,7 +302,9 @@ class _ScriptReader:
             _forget(words, scope, document)
             return None if words[0] == "read" else True
         if words[0] in self.functions and depth < MAX_DEPTH:
-            self._call(words, scope, depth)
+            called = _ScriptReader(self.functions[words[0]], self.commands)
+            called.functions = self.functions
+            called.sequence(ShellScope(scope.variables, scope.exported, words[1:]), depth + 1, ())
             return True
         environment = tuple({**scope.exported, **dict(assigned)}.items())
         is_background = (token := self._peek()) is not None and token.text == "&"
@@ -339,11 +335,6 @@ class _ScriptReader:
                 break
             self.at += 1
         return raw, document, is_written
-
-    def _call(self, words: list[str], scope: ShellScope, depth: int) -> None:
-        inner = _ScriptReader(self.functions[words[0]], self.commands)
-        inner.functions = self.functions
-        inner.sequence(ShellScope(scope.variables, scope.exported, words[1:]), depth + 1, ())
 
     def _declare(self, raw: list[str], scope: ShellScope) -> None:
         for text in raw[1:]:
@@ -387,7 +378,7 @@ def _inner_script(words: list[str], document: str | None, *, is_written: bool) -
     if words[0] in _REMOTE and (texts := [word for word in words[1:] if " " in word.strip()]):
         return texts[-1]
     if document is not None and (_SHELLS.search(words[0]) or words[0] in _READS_SCRIPTS):
-        return document if words[0] not in ("cat", "tee") or is_written or words[0] == "tee" else None
+        return document if words[0] != "cat" or is_written else None
     return None
 
 

@@ -30,27 +30,23 @@ def tested(words: Sequence[str]) -> bool | None:
     for joint in ("||", "-o", "&&", "-a"):
         if joint in words[1:]:
             at = words.index(joint, 1)
-            return _joined(tested(words[:at]), tested(words[at + 1 :]), is_or=joint in ("||", "-o"))
+            left, right, is_or = tested(words[:at]), tested(words[at + 1 :]), joint in ("||", "-o")
+            if left is is_or or right is is_or:
+                return is_or
+            return None if left is None or right is None else not is_or
     if len(words) == 1:
         return bool(words[0])
     if len(words) == 2:
         return {"-z": not words[1], "-n": bool(words[1])}.get(words[0])
-    return _compared(*words) if len(words) == 3 else None
-
-
-def _joined(left: bool | None, right: bool | None, *, is_or: bool) -> bool | None:
-    if left is is_or or right is is_or:
-        return is_or
-    return None if left is None or right is None else not is_or
-
-
-def _compared(left: str, operator: str, right: str) -> bool | None:
+    if len(words) != 3:
+        return None
+    first, operator, second = words
     if operator in ("=", "=="):
-        return fnmatchcase(left, right)
+        return fnmatchcase(first, second)
     if operator == "!=":
-        return not fnmatchcase(left, right)
-    if operator in _NUMBERS and all(re.fullmatch(r"\s*-?\d+\s*", side) for side in (left, right)):
-        return _NUMBERS[operator](int(left), int(right))
+        return not fnmatchcase(first, second)
+    if operator in _NUMBERS and all(re.fullmatch(r"\s*-?\d+\s*", side) for side in (first, second)):
+        return _NUMBERS[operator](int(first), int(second))
     return None
 
 
@@ -72,13 +68,9 @@ def merge(into: Variables, results: Sequence[Variables]) -> None:
         elif len(lists) == len(values):
             into[name] = _merged(name, lists)
         elif len(texts) == len(values) and any(len(text.split()) > 1 for text in texts):
-            into[name] = " ".join(_merged(name, [_words(text) for text in texts]))
+            into[name] = " ".join(_merged(name, [re.split(r"\s+(?![^\ue000]*\ue001)", text) for text in texts]))
         else:
             into[name] = hole(f"{name}, which depends on a condition")
-
-
-def _words(text: str) -> list[str]:
-    return re.split(r"\s+(?![^\ue000]*\ue001)", text)
 
 
 def _merged(name: str, lists: Sequence[list[str]]) -> list[str]:

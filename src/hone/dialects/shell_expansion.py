@@ -331,7 +331,13 @@ def _changed(value: str, operator: str, expand: Callable[[str], str]) -> str | N
         None where the operator is another one.
     """
     if operator[:1] in ("#", "%") and len(operator) > 1:
-        return _without(value, operator)
+        is_start, is_longest = operator[0] == "#", operator[:2] in ("##", "%%")
+        cuts = range(len(value) + 1) if is_start != is_longest else range(len(value), -1, -1)
+        for cut in cuts:
+            part, left = (value[:cut], value[cut:]) if is_start else (value[cut:], value[:cut])
+            if fnmatchcase(part, operator.lstrip("#%")):
+                return left
+        return value
     if operator in (",", ",,", "^", "^^"):
         change = str.lower if operator[0] == "," else str.upper
         return change(value) if len(operator) == 2 else change(value[:1]) + value[1:]
@@ -344,18 +350,6 @@ def _changed(value: str, operator: str, expand: Callable[[str], str]) -> str | N
             return None
         return value.replace(pattern, replacement, -1 if parts[1] else 1)
     return None
-
-
-def _without(value: str, operator: str) -> str:
-    """`${x#pattern}`, `##`, `%`, `%%`: without the shortest or the longest start or end that fits."""
-    is_start, is_longest = operator[0] == "#", operator[:2] in ("##", "%%")
-    pattern = operator.lstrip("#%")
-    cuts = range(len(value) + 1) if is_start != is_longest else range(len(value), -1, -1)
-    for cut in cuts:
-        part, left = (value[:cut], value[cut:]) if is_start else (value[cut:], value[:cut])
-        if fnmatchcase(part, pattern):
-            return left
-    return value
 
 
 def _path_of(words: Sequence[str]) -> str | None:

@@ -140,7 +140,9 @@ def translate(foreign: ForeignRun, version: str | None = None) -> Imported:
         others.append(Line(shown(foreign.program), None, refused(why), (), foreign.line))
     else:
         others += _defaults(job, dialect)
-        others += [_whole_line(dialect, name, verdict) for name, verdict in _whole(job, dialect)]
+        for name, verdict in _whole(job, dialect):
+            row = find_row(dialect.rows, name)
+            others.append(Line(name, None, verdict, tuple(verdict.settings) or (row.to if row else ())))
         others += [_service(service) for service in foreign.services]
     others += [
         Line(key.key, "[hidden]", KeyVerdict("secret", {}, "left out: secrets come from the environment"), (), key.line)
@@ -148,22 +150,16 @@ def translate(foreign: ForeignRun, version: str | None = None) -> Imported:
         if looks_secret(key.key, key.value)
     ]
     found = Imported(foreign, version, keys, tuple(others))
-    if not dialect.program(foreign):
-        found = replace(found, others=(*others, *_unnamed(found)))
+    if not why:
+        # What every run needs and the command leaves to a default of the tool's, which is only an example there.
+        about = {key for line in found.gaps for key in (line.key, *line.about)} | found.settings().keys()
+        others += [
+            Line(key, None, unknown(f"the command names no {what}: set {key}"), (key,))
+            for key, what in (("model.path", "model"), ("data.train", "data"))
+            if key not in about
+        ]
+        found = replace(found, others=tuple(others))
     return _with_room(_with_whole_layers(found))
-
-
-def _whole_line(dialect: Dialect, name: str, verdict: KeyVerdict) -> Line:
-    row = find_row(dialect.rows, name)
-    return Line(name, None, verdict, tuple(verdict.settings) or (row.to if row else ()))
-
-
-def _unnamed(imported: Imported) -> Iterator[Line]:
-    """What every run needs and the command leaves to a default of the tool's, which is only an example there."""
-    about = {key for line in imported.gaps for key in (line.key, *line.about)}
-    for key, what in (("model.path", "model"), ("data.train", "data")):
-        if key not in about and key not in imported.settings():
-            yield Line(key, None, unknown(f"the command names no {what}: set {key}"), (key,))
 
 
 _DIVIDES = ("cluster.trainer.tensor_parallel", "cluster.trainer.sequence_parallel")
@@ -262,20 +258,12 @@ def read_row(job: ForeignJob, row: Row, value: Any) -> KeyVerdict:
     except (ValueError, TypeError, OverflowError, ZeroDivisionError, AttributeError, KeyError) as error:
         return refused(f"{error} (got {shown(value)!r})")
     for name, converted in verdict.settings.items():
-        if problem := _bounds(name, converted):
-            return refused(f"{name} {problem}")
+        key = schema.find_key(name)
+        if key is None or isinstance(converted, bool) or not isinstance(converted, int | float):
+            continue
+        if (key.lowest is not None and converted < key.lowest) or (key.highest is not None and converted > key.highest):
+            return refused(f"{name} must be {key.bounds} (got {converted})")
     return verdict
-
-
-def _bounds(path: str, value: Any) -> str | None:
-    key = schema.find_key(path)
-    if key is None or isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if key.lowest is not None and value < key.lowest:
-        return f"must be {key.bounds} (got {value})"
-    if key.highest is not None and value > key.highest:
-        return f"must be {key.bounds} (got {value})"
-    return None
 
 
 def _unknown(job: ForeignJob, dialect: Dialect, written: str) -> KeyVerdict:
@@ -330,7 +318,7 @@ def _defaults(job: ForeignJob, dialect: Dialect) -> list[Line]:
         verdict = read_row(job, row, job.defaults[name])
         if verdict.kind == "hole" or verdict.kind == "refused":
             found.append(Line(name, shown(job.defaults[name]), verdict, row.to))
-        elif any(_differs(key, value) for key, value in verdict.settings.items()):
+        elif any(default_of(key) != value for key, value in verdict.settings.items()):
             note = "; ".join(part for part in (f"{job.foreign.tool}'s default", verdict.note) if part)
             found.append(
                 Line(
@@ -343,7 +331,9 @@ def _defaults(job: ForeignJob, dialect: Dialect) -> list[Line]:
     return found
 
 
-def _differs(key: str, value: Any) -> bool:
+def default_of(key: str) -> Any:
+    """The default of a key of ours as a run file has it; of one that is required or unknown, what no value equals."""
     known = schema.all_keys().get(key)
-    default = list(known.default) if known and isinstance(known.default, tuple) else known.default if known else None
-    return known is None or known.required or default != value
+    if known is None or known.required:
+        return ...
+    return list(known.default) if isinstance(known.default, tuple) else known.default

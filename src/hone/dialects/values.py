@@ -17,19 +17,16 @@ def plain_value(text: str) -> Any:
         stripped = inner.strip()
         if not stripped.startswith(("[", "{")):
             return _scalar(stripped)
-    return _collection(stripped) if stripped.startswith(("[", "{")) else _scalar(stripped)
+    if not stripped.startswith(("[", "{")):
+        return _scalar(stripped)
+    node, problems = read_yaml(stripped, "value", first_line=None)
+    if problems or node is None:
+        return [_scalar(part.strip().strip("'\"")) for part in stripped.strip("[]").split(",") if part.strip()]
+    return node.plain()
 
 
 def _scalar(text: str) -> Any:
     return None if text in ("null", "None", "none", "~", "") else scalar(text)
-
-
-def _collection(text: str) -> Any:
-    node, problems = read_yaml(text, "value", first_line=None)
-    if problems or node is None:
-        inner = text.strip("[]")
-        return [_scalar(part.strip().strip("'\"")) for part in inner.split(",") if part.strip()]
-    return node.plain()
 
 
 # ---- conversions; each raises ValueError for what it cannot convert

@@ -13,7 +13,7 @@ from hone.config.layers import PRESETS, preset_names
 from hone.config.render import inline
 from hone.config.yaml_tree import read_yaml
 from hone.dialects.foreign import shown
-from hone.dialects.translate import Imported, Line
+from hone.dialects.translate import Imported, Line, default_of
 from hone.dialects.verdict import GAPS, HOLE, Kind
 
 _ORDER = (
@@ -61,7 +61,9 @@ def run_file_of(imported: Imported) -> str:
     preset, rest = _best_preset(settings)
     for key in rest.keys() - settings.keys():
         comments[key] = f"{imported.foreign.tool}'s; {preset} has another value"
-    body = _tree(rest, comments, _gaps(imported))
+    gaps = _gaps(imported)
+    keys = sorted({*rest, *gaps}, key=_place)
+    body = _level([key.split(".") for key in keys], 0, rest, comments, gaps)
     head = [
         f"# Imported from {imported.foreign.tool} {imported.version} by `hone import {shown(imported.foreign.source)}`."
     ]
@@ -122,15 +124,15 @@ _KIND_OF_ALGORITHM = ("algorithm.credit", "algorithm.ratio")
 
 
 def _value_of(settings: Mapping[str, Any], key: str) -> Any:
-    return settings.get(key, _default(key))
+    return settings.get(key, default_of(key))
 
 
 def _differing(settings: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
     """Keys to write above a preset: where the value is another, or where the preset must be taken back."""
-    found = {key: value for key, value in settings.items() if value != preset.get(key, _default(key))}
+    found = {key: value for key, value in settings.items() if value != preset.get(key, default_of(key))}
     for key, value in preset.items():
-        if key not in settings and value != _default(key):
-            found[key] = _default(key)
+        if key not in settings and value != default_of(key):
+            found[key] = default_of(key)
     return found
 
 
@@ -139,13 +141,6 @@ def _preset(name: str) -> dict[str, Any]:
     root, _ = read_yaml((PRESETS / f"{name}.yaml").read_text("utf-8"), name)
     assert root is not None
     return root.plain()["algorithm"]
-
-
-def _default(key: str) -> Any:
-    known = schema.all_keys().get(key)
-    if known is None or known.required:
-        return ...
-    return list(known.default) if isinstance(known.default, tuple) else known.default
 
 
 def _comment(lines: list[Line]) -> str:
@@ -173,11 +168,6 @@ def _gaps(imported: Imported) -> dict[str, list[str]]:
 
 
 # ---- text
-
-
-def _tree(settings: Mapping[str, Any], comments: Mapping[str, str], gaps: Mapping[str, list[str]]) -> Iterator[str]:
-    keys = sorted({*settings, *gaps}, key=_place)
-    yield from _level([key.split(".") for key in keys], 0, settings, comments, gaps)
 
 
 def _place(key: str) -> tuple[int, int, str]:
@@ -267,18 +257,15 @@ def report_lines(imported: Imported, to: Path | None) -> Iterator[str]:
         lines = [line for line in imported.lines if line.verdict.kind == kind]
         if lines:
             yield f"{_TITLES[kind]} ({len(lines)})"
-            yield from (f"  {_report_line(line)}" for line in lines)
+        for line in lines:
+            value = "" if line.value is None else f" = {_cut(str(line.value))}"
+            settings = ", ".join(f"{key} = {_cut(inline(value))}" for key, value in line.verdict.settings.items())
+            note = f"  ({line.verdict.note})" if line.verdict.note and settings else line.verdict.note
+            arrow = f" -> {settings}" if settings else ": " if note else ""
+            yield f"  {line.key}{value}{arrow}{note}"
     gaps = len(imported.gaps)
     end = f"{gaps} gaps, marked in the file" if gaps else "complete"
     yield f"{f'{to}: ' if to else ''}{len(imported.keys)} keys; {end}"
-
-
-def _report_line(line: Line) -> str:
-    value = "" if line.value is None else f" = {_cut(str(line.value))}"
-    settings = ", ".join(f"{key} = {_cut(inline(value))}" for key, value in line.verdict.settings.items())
-    note = f"  ({line.verdict.note})" if line.verdict.note and settings else line.verdict.note
-    arrow = f" -> {settings}" if settings else ": " if note else ""
-    return f"{line.key}{value}{arrow}{note}"
 
 
 def _cut(text: str) -> str:

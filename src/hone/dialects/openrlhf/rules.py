@@ -300,15 +300,6 @@ def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
     if job.get("algo.advantage.estimator") == "group_norm":
         yield "std_floor", default({"algorithm.std_floor": 1e-9}, "OpenRLHF adds 1e-9 to the standard deviation")
     yield "cluster.engines.use", shared.VLLM
-    yield from _placed(job)
-
-
-def _devices(job: ForeignJob, role: str) -> int:
-    return whole(job.get(f"{role}.num_nodes", 1)) * whole(job.get(f"{role}.num_gpus_per_node", 8))
-
-
-def _placed(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
-    """Pools as the flags place the roles: together, in pairs, or each on its own."""
     per_node = whole(job.get("actor.num_gpus_per_node", 8))
     if colocates_all(job) and not truth(job.get("train.async_enable", False)):
         yield from shared.cluster(max(1, _devices(job, "actor") // per_node), per_node)
@@ -317,11 +308,16 @@ def _placed(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
     total = sum(pool["devices"] for pool in pools.values())
     if total <= 8:  # groups that fit one machine are there, as Ray packs them
         yield from shared.cluster(1, total, pools)
-        return
-    yield from shared.cluster(-(-total // max(8, per_node)), max(8, per_node), pools)
+    else:
+        yield from shared.cluster(-(-total // max(8, per_node)), max(8, per_node), pools)
+
+
+def _devices(job: ForeignJob, role: str) -> int:
+    return whole(job.get(f"{role}.num_nodes", 1)) * whole(job.get(f"{role}.num_gpus_per_node", 8))
 
 
 def _pools(job: ForeignJob) -> dict[str, Any]:
+    """Pools as the flags place the roles: together, in pairs, or each on its own."""
     engines = whole(job.get("vllm.num_engines") or 0) * whole(job.get("vllm.tensor_parallel_size", 1))
     pools: dict[str, Any] = {"policy": {"devices": _devices(job, "actor"), "roles": ["policy"]}}
     if has_kl(job):

@@ -124,15 +124,9 @@ def _component(item: str) -> dict[str, Any] | KeyVerdict:
         module, _, function = item.rpartition(".")
         item = f"{module}:{function}"
     if ":" in item:
-        return {"use": _beside(item)}
+        module, _, function = item.partition(":")
+        is_importable = module.endswith(".py") or find_spec(module.partition(".")[0])
+        return {"use": item if is_importable else f"{module.replace('.', '/')}.py:{function}"}
     if "/" in item:
         return {"use": "reward_model", "args": {"path": item}}
     return unknown(f"{item} is a function of the script: name it as file.py:{item} in reward.components")
-
-
-def _beside(place: str) -> str:
-    """`package.module:function`, or `package/module.py:function` where no such package is installed here."""
-    module, _, function = place.partition(":")
-    if module.endswith(".py") or find_spec(module.partition(".")[0]):
-        return place
-    return f"{module.replace('.', '/')}.py:{function}"

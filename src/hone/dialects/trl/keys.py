@@ -117,7 +117,7 @@ BATCH: dict[str, Row] = {
     "num_iterations": to("train.passes_per_batch", whole),
     "per_device_eval_batch_size": automatic("evaluation is batched by the engine"),
     "auto_find_batch_size": automatic("out of memory, the ladder lowers what changes no result"),
-    "max_steps": rules.in_updates("run.steps", positive),
+    "max_steps": by(rules.max_steps, "run.steps"),
     "num_train_epochs": by(rules.epochs, "run.epochs"),
     "average_tokens_across_devices": automatic("losses are normalised over the whole optimizer step"),
 }

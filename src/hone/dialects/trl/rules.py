@@ -8,7 +8,7 @@ from typing import Any
 
 from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun, shown
-from hone.dialects.rows import by, to, when, where
+from hone.dialects.rows import to, when, where
 from hone.dialects.trl.inputs import dataset
 from hone.dialects.values import names, number, positive, truth, whole
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, default, nothing, placed, put, refused, unknown
@@ -102,16 +102,11 @@ def updates(job: ForeignJob, steps: Any) -> int:
     return max(1, -(-whole(steps) // (per_update * whole(job.get("num_iterations", 1)))))
 
 
-def in_updates(key: str, convert=whole) -> Row:
-    """A number of optimizer steps."""
-
-    def read(job: ForeignJob, value: Any) -> KeyVerdict:
-        steps = None if value is None else convert(value)
-        if steps is None:
-            return nothing("off")
-        return put({key: updates(job, steps)}, "optimizer steps to policy updates")
-
-    return by(read, key)
+def max_steps(job: ForeignJob, value: Any) -> KeyVerdict:
+    steps = positive(value)
+    if steps is None:
+        return nothing("off")
+    return put({"run.steps": updates(job, steps)}, "optimizer steps to policy updates")
 
 
 def epochs(job: ForeignJob, value: Any) -> KeyVerdict:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import builtins
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -83,9 +84,11 @@ class _Script:
             self._set_later(arguments["args"])
         if config is None and "args" in arguments and not self.given:
             self._add(FROM_COMMAND_LINE, hole(text_of(arguments["args"])), arguments["args"])
+        readers: dict[str, Callable[[ast.expr], Any]] = {"reward_funcs": self._rewards, "model": self._model}
+        readers |= dict.fromkeys(("train_dataset", "eval_dataset"), partial(dataset, self.names))
         for name, node in arguments.items():
             if key := _TRAINER_ARGUMENTS[name]:
-                self._add(key, self._of_trainer(name, node), node)
+                self._add(key, readers.get(name, self.names.value)(node), node)
         if trainer is not None:
             self._adapted(trainer, arguments.get("model"))
         notes = () if len(configs) < 2 else (f"{len(configs)} configurations in the file; read the one of {kind}",)
@@ -119,13 +122,6 @@ class _Script:
             if isinstance(target, ast.Attribute) and text_of(target.value) == text_of(config):
                 assert isinstance(node, ast.Assign)
                 self.keys[target.attr] = ForeignKey(target.attr, self.names.value(node.value), node.lineno)
-
-    def _of_trainer(self, name: str, node: ast.expr) -> Any:
-        if name == "reward_funcs":
-            return self._rewards(node)
-        if name in ("train_dataset", "eval_dataset"):
-            return dataset(self.names, node)
-        return self._model(node) if name == "model" else self.names.value(node)
 
     def _model(self, node: ast.expr) -> Any:
         call = self._loading(node)

@@ -18,7 +18,6 @@ from hone.dialects.verl.job import (
     has_adapter,
     in_loss,
     loss_mode,
-    one_step_per_update,
     optimizer_steps_per_update,
     prompts_per_step,
 )
@@ -76,7 +75,7 @@ def mini_batch(job: ForeignJob, value: Any) -> KeyVerdict:
 def loss(job: ForeignJob, value: Any) -> KeyVerdict:
     if value not in LOSSES:
         return refused("no such loss here; nearest: algorithm.clip = ppo, clip_cov, sapo or cispo")
-    if value == "gpg" and not one_step_per_update(job):
+    if value == "gpg" and whole(job.get(f"{ACTOR}.ppo_mini_batch_size", 256)) < prompts_per_step(job):
         return refused("a loss without a ratio is biased after the first optimizer step; nearest: one step per update")
     return put(LOSSES[value])
 
@@ -141,9 +140,6 @@ def optimizer(prefix: str, ours: str) -> dict[str, Row]:
     )
     schedule = table(SCHEDULES, f"{ours}.schedule", nearest="schedule = cosine")
 
-    def no_steps(job: ForeignJob) -> bool:
-        return positive(job.get(f"{prefix}.lr_warmup_steps", -1)) is None
-
     decay = missing("a schedule ends with the run; nearest: leave it out", f"{ours}.schedule", off=(None, -1, 0))
     state = placement("where the optimizer's state is: cluster.trainer.offload")
     rows = {
@@ -157,7 +153,7 @@ def optimizer(prefix: str, ours: str) -> dict[str, Row]:
             lambda job, v: warmup(job, v, f"{ours}.warmup_steps"), f"{ours}.warmup_steps", note="updates to steps"
         ),
         "lr_warmup_steps_ratio": when(
-            no_steps,
+            lambda job: positive(job.get(f"{prefix}.lr_warmup_steps", -1)) is None,
             "lr_warmup_steps wins",
             to(f"{ours}.warmup_frac", lambda value: number(value) or None, "of the optimizer steps"),
         ),

@@ -52,7 +52,3 @@ def bypasses(job: ForeignJob) -> bool:
     """Whether the ratio is of the sampler's log probabilities, which the asynchronous programs have by default."""
     keys = ("algorithm.rollout_correction.bypass_mode", f"{ACTOR}.use_rollout_log_probs")
     return any(truth(job.get(key, False)) for key in keys)
-
-
-def one_step_per_update(job: ForeignJob) -> bool:
-    return whole(job.get(f"{ACTOR}.ppo_mini_batch_size", 256)) >= prompts_per_step(job)

@@ -13,6 +13,7 @@ from hone.dialects.shared import LOGGING, PROFILER, RESUME
 from hone.dialects.values import names, number, positive, truth, whole, zero_if_off
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, default, nothing, placed, put, unknown
 from hone.dialects.verl.actor import _FSDP
+from hone.dialects.verl.algorithm import reward_by_data
 from hone.dialects.verl.job import (
     ROLLOUT,
     has_judge,
@@ -22,7 +23,6 @@ from hone.dialects.verl.job import (
     prompts_per_step,
     uses_critic,
 )
-from hone.dialects.verl.reward import reward_by_data
 
 CONFIGS = (
     *("config", "./config", "gsm8k_multiturn_grpo", "grpo_trainer", "dapo_trainer", "dapo_megatron_trainer"),
@@ -94,11 +94,6 @@ def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
         yield "engine", shared.VLLM
     if is_asynchronous(job) and not job.given("async_training.staleness_threshold"):
         yield "program", put({"rollout.max_staleness": 1}, "sampling overlaps training")
-    yield from _placed(job)
-
-
-def _placed(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
-    """All roles together, or the sampler on machines of its own."""
     nodes, per_node = job.get("trainer.nnodes", 1), job.get("trainer.n_gpus_per_node", 8)
     is_split = job.get("actor_rollout_ref.hybrid_engine", True) is False or is_asynchronous(job)
     if not is_split or not job.given("rollout.n_gpus_per_node"):
