@@ -22,7 +22,7 @@ from hone.observe.events import MOST_WAITING, EventLog
 from hone.observe.report import report_data
 from hone.observe.sinks import MetricsFile
 from hone.run.audit import audit_file
-from hone.ui.runs import Runs
+from hone.ui.server import Runs
 
 GROUPS = 32
 METRICS = {f"train/synthetic_metric_{number}": 0.123456789 * number for number in range(60)}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import hone
+from hone.cli.explain import DERIVED
 from hone.config import schema
 from hone.config.messages import OTHER_NAMES
-from hone.config.quantities import DERIVED
 from hone.config.run import SftSection, TrainSection
 from hone.config.source import OF_A_SOURCE, SourceSection
 

@@ -12,8 +12,7 @@ from written_runs import write_run
 from hone.observe.report import MAX_LINES
 from hone.serve.http import HttpSettings, Lifecycle
 from hone.services.state import TOKEN_FILE, ServiceState, supervised_by_me, write_state, write_token
-from hone.ui.runs import Runs
-from hone.ui.server import _changes, ui_app
+from hone.ui.server import Runs, _changes, ui_app
 
 
 @pytest.fixture

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from hone.cli.arguments import AsJson, RunFile, examples
 from hone.config import schema
+from hone.config.derived import (
+    correction,
+    longest_tokens,
+    needs_critic,
+    needs_reference,
+    optimizer_steps_per_update,
+    optimizer_steps_total,
+    samples_per_update,
+    source_weights,
+    trains_adapter,
+)
 from hone.config.load import Loaded, load_config
 from hone.config.messages import unknown_key
-from hone.config.quantities import derived_from
 from hone.config.render import inline, resolved_yaml, value_at
+from hone.config.run import RunConfig
+from hone.config.topology import Topology, known_topology, likely_transport, topology_of
 from hone.config.yaml_tree import Problem, Where
 from hone.errors import ConfigError
 from hone.services.gpus import assumed_devices, settled_on
@@ -92,7 +107,7 @@ def _derives(loaded: Loaded, path: str) -> list[dict[str, Any]]:
         for choice in choices
         if choice.key == path
     ]
-    known = derived_from(path)
+    known = (derived for derived in DERIVED if schema.generic(path) in derived.keys)
     found = ((derived, derived.compute(loaded.config)) for derived in known)
     return here + [
         {"name": derived.name, "value": value, "unit": derived.unit, "formula": derived.formula}
@@ -141,3 +156,202 @@ def _values_json(loaded: Loaded, path: str) -> str:
     data = value_at(loaded.config, path) if path else loaded.config.model_dump(mode="json")
     origins = {leaf: str(loaded.where(leaf)) for leaf in loaded.origins if not path or leaf.startswith(f"{path}.")}
     return json.dumps({"run_file": str(loaded.run_file), "values": data, "origins": origins}, indent=2) + "\n"
+
+
+# ---- derived quantities
+
+
+Value = int | bool | str | None
+
+
+def _of(compute: Callable[[Topology], Value]) -> Callable[[RunConfig], Value]:
+    """A quantity of the topology; None where there is no cluster, or its size is only known when it is looked at."""
+
+    def value(config: RunConfig) -> Value:
+        topology = known_topology(config)
+        return None if topology is None else compute(topology)
+
+    return value
+
+
+def _transport(config: RunConfig) -> Value:
+    return likely_transport(config, topology_of(config)) if config.cluster.backend == "ray" else None
+
+
+def _source_shares(config: RunConfig) -> str | None:
+    """Each source's share of the prompts, where the run file gives weights."""
+    weights = source_weights(config.data)
+    if not weights or not sum(weights):
+        return None
+    sources = zip(config.data.train, weights, strict=True)
+    return ", ".join(f"{source.name or source.path} {weight / sum(weights):.1%}" for source, weight in sources)
+
+
+def _kv_cache_tokens(config: RunConfig) -> int:
+    """Most tokens that an engine's KV cache holds, each prompt counted for every sample."""
+    longest = config.rollout.max_concurrent_samples * longest_tokens(config)
+    return min(config.rollout.kv_cache_tokens or longest, longest)
+
+
+def _longest_without_penalty_tokens(config: RunConfig) -> int | None:
+    """Length of the longest response that the overlong penalty spares; None when it is off."""
+    limit, buffer = config.rollout.max_response_tokens, config.algorithm.overlong_buffer_frac
+    return limit - math.ceil(round(limit * buffer, 6)) if buffer else None
+
+
+def _ratio_range(config: RunConfig) -> str | None:
+    """Where the policy ratio is kept; None when it is not bounded."""
+    algorithm = config.algorithm
+    is_bounded = algorithm.clip in ("ppo", "clip_cov")
+    return f"{1 - algorithm.clip_low:g} to {1 + algorithm.clip_high:g}" if is_bounded else None
+
+
+def _adapter_stages(config: RunConfig) -> str | None:
+    """The stages that train an adapter; None when none does."""
+    return ", ".join(stage for stage in config.stages if trains_adapter(config, stage)) or None
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A quantity for people: its name, unit and formula in keys, and the function that computes it."""
+
+    name: str
+    unit: str
+    formula: str
+    keys: tuple[str, ...]
+    compute: Callable[[RunConfig], Value]
+
+
+_P, _G, _PASSES = "train.prompts_per_step", "rollout.group_size", "train.passes_per_batch"
+_M, _STEPS, _R = "train.samples_per_optimizer_step", "run.steps", "rollout.max_response_tokens"
+_PROMPT, _CONCURRENT = "data.max_prompt_tokens", "rollout.max_concurrent_samples"
+_POOLS = ("cluster.nodes", "cluster.devices_per_node", "cluster.pools.*.devices", "cluster.pools.*.roles")
+_TENSOR, _SEQUENCE = "cluster.trainer.tensor_parallel", "cluster.trainer.sequence_parallel"
+
+DERIVED: tuple[Derived, ...] = (
+    Derived("samples per update", "samples", "prompts_per_step x group_size", (_P, _G), samples_per_update),
+    Derived(
+        "optimizer steps per update",
+        "optimizer steps",
+        "passes_per_batch x prompts_per_step x group_size / samples_per_optimizer_step",
+        (_P, _G, _PASSES, _M),
+        optimizer_steps_per_update,
+    ),
+    Derived(
+        "optimizer steps in all",
+        "optimizer steps",
+        "(steps, less critic.warmup_updates with a critic) x optimizer steps per update",
+        (_STEPS, _P, _G, _PASSES, _M, "critic.warmup_updates", "algorithm.credit"),
+        optimizer_steps_total,
+    ),
+    Derived(
+        "samples in all",
+        "samples",
+        "steps x prompts_per_step x group_size",
+        (_STEPS, _P, _G),
+        lambda c: c.run.steps * samples_per_update(c),
+    ),
+    Derived(
+        "groups in flight",
+        "groups",
+        "(max_staleness + 1) x prompts_per_step",
+        ("rollout.max_staleness", _P),
+        lambda c: (c.rollout.max_staleness + 1) * c.train.prompts_per_step,
+    ),
+    Derived("shares of the prompts", "", "weight / the sum of all", ("data.train",), _source_shares),
+    Derived("longest sample", "tokens", "max_prompt_tokens + max_response_tokens", (_PROMPT, _R), longest_tokens),
+    Derived(
+        "KV cache",
+        "tokens at most",
+        "max_concurrent_samples x longest sample, within kv_cache_tokens",
+        (_CONCURRENT, "rollout.kv_cache_tokens", _PROMPT, _R),
+        _kv_cache_tokens,
+    ),
+    Derived(
+        "response tokens per update",
+        "tokens at most",
+        "prompts_per_step x group_size x max_response_tokens",
+        (_P, _G, _R),
+        lambda c: samples_per_update(c) * c.rollout.max_response_tokens,
+    ),
+    Derived(
+        "longest response without length penalty",
+        "tokens",
+        "max_response_tokens x (1 - overlong_buffer_frac)",
+        (_R, "algorithm.overlong_buffer_frac"),
+        _longest_without_penalty_tokens,
+    ),
+    Derived(
+        "policy ratio kept in",
+        "",
+        "1 - clip_low to 1 + clip_high",
+        ("algorithm.clip", "algorithm.clip_low", "algorithm.clip_high"),
+        _ratio_range,
+    ),
+    Derived(
+        "frozen reference",
+        "",
+        "kl_loss_coef > 0 or kl_reward_coef > 0, in stage rl",
+        ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef", "stages"),
+        needs_reference,
+    ),
+    Derived(
+        "stages with an adapter",
+        "",
+        "rank > 0, lora.stages in stages",
+        ("lora.rank", "lora.stages", "stages"),
+        _adapter_stages,
+    ),
+    Derived("critic", "", "credit = gae in stage rl", ("algorithm.credit", "stages"), needs_critic),
+    Derived(
+        "off-policy correction",
+        "",
+        "correction, and where it is auto: tis if the engine has weights of its own and old_logprobs = trainer",
+        ("algorithm.correction", "rollout.max_staleness", "cluster.backend", "algorithm.old_logprobs"),
+        correction,
+    ),
+    Derived("devices of the run", "devices", "those of all pools", _POOLS, _of(lambda t: t.num_devices)),
+    Derived("trainer", "ranks", "devices of the pool with policy", _POOLS, _of(lambda t: t.trainer.world_size)),
+    Derived(
+        "data-parallel ranks",
+        "ranks",
+        "trainer ranks / (tensor_parallel x sequence_parallel)",
+        (*_POOLS, _TENSOR, _SEQUENCE),
+        _of(lambda t: t.trainer.data_parallel),
+    ),
+    Derived(
+        "copies of weights and states",
+        "copies",
+        "trainer ranks / (shard x tensor_parallel)",
+        (*_POOLS, "cluster.trainer.shard", _TENSOR),
+        _of(lambda t: t.trainer.replicate),
+    ),
+    Derived(
+        "engines",
+        "replicas",
+        "devices of the pool with rollout / engines.tensor_parallel_size",
+        (*_POOLS, "cluster.engines.tensor_parallel_size"),
+        _of(lambda t: len(t.engines) or None),
+    ),
+    Derived(
+        "judges",
+        "replicas",
+        "devices of the pool with judge / its engine's tensor_parallel_size",
+        (*_POOLS, "services.*.engine.tensor_parallel_size"),
+        _of(lambda t: len(t.judges) or None),
+    ),
+    Derived(
+        "trainer and engines take turns",
+        "",
+        "rollout is in one pool with policy, critic or reference",
+        ("cluster.pools.*.roles", "rollout.max_staleness"),
+        _of(lambda t: t.sleeps("rollout")),
+    ),
+    Derived(
+        "new weights go through",
+        "",
+        "the fastest way where trainer and engines are, or what cluster.transport says",
+        ("cluster.transport", "cluster.pools.*.roles", "run.device"),
+        _transport,
+    ),
+)

@@ -2,5 +2,5 @@
 
 `yaml_tree` YAML with line numbers, `layers` files and command line merged, `run`, `cluster` and `engine` the keys,
 `load` all of it together, `rules/` what must hold beyond one key, `messages` the text of problems. `schema`, `derived`,
-`topology`, `quantities` and `render` answer questions about a configuration.
+`topology` and `render` answer questions about a configuration.
 """

@@ -71,24 +71,18 @@ def settled(
             AutoChoice("float32 on GPUs", "TF32", "products round their factors to 10 bits; bfloat16 keeps 7")
         )
     if config.run.fused_kernels is None:
-        is_on, why = _fuses(found, installed)
-        if why:
+        missing = [name for tool, name in COMPILERS.items() if tool not in installed]
+        is_on = found.device_type == "cuda" and not missing
+        if found.device_type == "cuda":
+            why = "norms, rotations, SwiGLU and passes over logits are compiled in the first step"
+            if missing:
+                why = f"no {' and no '.join(missing)} to compile norms and passes over logits with; slower"
             choices.append(AutoChoice("run.fused_kernels", str(is_on).lower(), why))
         config = config.model_copy(update={"run": config.run.model_copy(update={"fused_kernels": is_on})})
     if config.cluster.backend != "auto" and config.cluster.engines.use != "auto":
         return Settled(config, tuple(choices))
     placed, more = _placed(config, found, installed, shape or {})
     return Settled(placed, (*choices, *more))
-
-
-def _fuses(found: FoundDevices, installed: frozenset[str]) -> tuple[bool, str]:
-    """Whether kernels are fused, and why; "" where there is nothing to say."""
-    if found.device_type != "cuda":
-        return False, ""
-    missing = [name for tool, name in COMPILERS.items() if tool not in installed]
-    if missing:
-        return False, f"no {' and no '.join(missing)} to compile norms and passes over logits with; slower"
-    return True, "norms, rotations, SwiGLU and passes over logits are compiled in the first step"
 
 
 def on_devices(config: RunConfig, use: str, devices: int) -> RunConfig:

@@ -155,7 +155,15 @@ class EngineSection(Section):
             "enable_prefix_caching": self.enable_prefix_caching,
         }
         words |= {name: getattr(self, name) for name in self.changed() if name not in ("sleep_level", "args")}
-        return [word for name, value in words.items() for word in _option(name.replace("_", "-"), value)]
+        found: list[str] = []
+        for name, value in ((name.replace("_", "-"), value) for name, value in words.items()):
+            if not isinstance(value, bool):
+                found += [f"--{name}", str(value)]
+            elif value:
+                found.append(f"--{name}")
+            elif not name.startswith("disable"):  # vLLM has no --no-disable-log-stats
+                found.append(f"--no-{name}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +222,3 @@ ENGINES = {
         needs_folder=True,
     ),
 }
-
-
-def _option(name: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        no = [] if name.startswith("disable") else [f"--no-{name}"]  # vLLM has no --no-disable-log-stats
-        return [f"--{name}"] if value else no
-    return [f"--{name}", str(value)]

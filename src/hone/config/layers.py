@@ -88,22 +88,17 @@ class Stack:
         if PRESETS not in path.parents:
             own = _rebased(own, path.parent, self.folder)
         merged = Node({}, root.where)
-        for name in self._extended(root.value.get("extends")):
+        extends = root.value.get("extends", Node(None, root.where))
+        entries = extends.value if isinstance(extends.value, list) else [extends] if extends.value is not None else []
+        for entry in entries:
+            if not isinstance(entry.value, str):
+                got = show(entry.plain())
+                self._refuse(entry.where, "extends", f"must be the name of a preset or a file (got {got})")
+        for name in (entry for entry in entries if isinstance(entry.value, str)):
             below = self._extend(name, path)
             merged = merge(merged, below) if below else merged
         self.layers.append(own)
         return merge(merged, own)
-
-    def _extended(self, node: Node | None) -> list[Node]:
-        if node is None or node.value is None:
-            return []
-        entries = node.value if isinstance(node.value, list) else [node]
-        for entry in entries:
-            if not isinstance(entry.value, str):
-                self._refuse(
-                    entry.where, "extends", f"must be the name of a preset or a file (got {show(entry.plain())})"
-                )
-        return [entry for entry in entries if isinstance(entry.value, str)]
 
     def _extend(self, name: Node, asking_file: Path) -> Node | None:
         if name.value in preset_names():
@@ -113,7 +108,8 @@ class Stack:
             close = nearest(name.value, preset_names(), cutoff=50)
             hint = f"Did you mean {close}?" if close else f"Presets: {', '.join(preset_names())}"
             return self._refuse(name.where, "extends", f"no preset and no file is called {name.value!r}. {hint}")
-        return self.read(path, _shown(path), name.where)
+        shown = os.path.relpath(path)  # as a person would type it from here
+        return self.read(path, shown if not shown.startswith("..") else str(path), name.where)
 
     def _text(self, path: Path, source: str, asked_by: Where | None) -> str | None:
         here, subject = (asked_by, f"{source} ") if asked_by else (Where(source), "")
@@ -139,12 +135,6 @@ class Stack:
 
     def _refuse(self, where: Where, key: str, message: str) -> None:
         self.problems.append(Problem(where, key, message))
-
-
-def _shown(path: Path) -> str:
-    """A path as a person would type it from here."""
-    relative = os.path.relpath(path)
-    return relative if not relative.startswith("..") else str(path)
 
 
 def merge(below: Node, above: Node) -> Node:

@@ -23,7 +23,6 @@ from hone.config.derived import run_dir, run_name
 from hone.config.layers import Stack, override
 from hone.config.messages import foreign_names, is_secret_key, is_secret_value, unknown_key, wrong_value
 from hone.config.render import resolved_yaml
-from hone.config.rules import Breach
 from hone.config.rules.rules import breaches
 from hone.config.run import RunConfig
 from hone.config.yaml_tree import COMMAND_LINE, Node, Problem, Where, too_large
@@ -183,9 +182,12 @@ def _resolved(
     config = _validated(tree, errors)
     if config is not None and is_whole:
         bad_paths = [error.path for error in errors] + [secret.key for secret in secrets]
-        broken = breaches(config, run_file, needs_programs=needs_programs)
-        found = (breach for breach in broken if not _touches(breach, bad_paths))
-        problems += [_breach_problem(tree, breach) for breach in found if _concerns(needed, breach.keys[0])]
+        for breach in breaches(config, run_file, needs_programs=needs_programs):
+            pairs = ((key, bad) for key in breach.keys for bad in bad_paths)
+            touches_one = any(f"{key}.".startswith(f"{bad}.") or f"{bad}.".startswith(f"{key}.") for key, bad in pairs)
+            if not touches_one and _concerns(needed, breach.keys[0]):
+                written = next((key for key in breach.keys if tree.find(key)), breach.keys[0])
+                problems.append(Problem(_nearest_where(tree, written), breach.keys[0], breach.message))
     if problems or config is None:
         raise _error(problems)
     return Loaded(config=config, run_file=run_file, tree=tree, settings=tuple(settings))
@@ -222,18 +224,20 @@ def _value_errors(tree: Node) -> list[_ValueError]:
     try:
         _parse(tree.plain())
     except ValidationError as error:
-        return list(dict.fromkeys(_value_error(details) for details in error.errors(include_url=False)))
-    return []
-
-
-def _value_error(details: Any) -> _ValueError:
-    path = ".".join(str(part) for part in details["loc"])
-    if details["type"] == "extra_forbidden":
-        return _ValueError(path, "unknown")
-    key = schema.find_key(path)
-    if key and key.path != schema.generic(path):  # an entry of a list that is one key
-        return _ValueError(".".join(path.split(".")[: key.path.count(".") + 1]), "wrong")
-    return _ValueError(path, "missing" if details["type"] == "missing" else "wrong")
+        details = error.errors(include_url=False)
+    else:
+        return []
+    found: list[_ValueError] = []
+    for detail in details:
+        path = ".".join(str(part) for part in detail["loc"])
+        key = schema.find_key(path)
+        if detail["type"] == "extra_forbidden":
+            found.append(_ValueError(path, "unknown"))
+        elif key and key.path != schema.generic(path):  # an entry of a list that is one key
+            found.append(_ValueError(".".join(path.split(".")[: key.path.count(".") + 1]), "wrong"))
+        else:
+            found.append(_ValueError(path, "missing" if detail["type"] == "missing" else "wrong"))
+    return list(dict.fromkeys(found))
 
 
 def _parse(plain: dict[str, Any]) -> RunConfig:
@@ -274,22 +278,16 @@ def _repair(plain: Any, error: _ValueError) -> None:
 
 
 def _problem(tree: Node, error: _ValueError) -> Problem:
-    where = _nearest_where(tree, error.path)
+    where, node = _nearest_where(tree, error.path), tree.find(error.path)
     if error.kind == "unknown":
-        return Problem(where, error.path, _foreign_section(tree, error.path) or unknown_key(error.path))
+        leaves = [leaf for leaf, _ in node.leaves(error.path)] if node and isinstance(node.value, dict) else []
+        foreign = [f"{leaf}: {foreign_names()[leaf]}" for leaf in leaves if leaf in foreign_names()]
+        said = f"is another tool's. {'; '.join(foreign)}" if foreign else unknown_key(error.path)
+        return Problem(where, error.path, said)
     if error.kind == "missing":
         key = schema.find_key(error.path)
         return Problem(where, error.path, f"is required. {key.meaning if key else ''}".rstrip())
-    node = tree.find(error.path)
     return Problem(where, error.path, wrong_value(error.path, node.plain() if node else None))
-
-
-def _foreign_section(tree: Node, path: str) -> str | None:
-    """What to say of a section of another tool's: the counterpart of each key in it."""
-    node = tree.find(path)
-    leaves = [leaf for leaf, _ in node.leaves(path)] if node and isinstance(node.value, dict) else []
-    found = [f"{leaf}: {foreign_names()[leaf]}" for leaf in leaves if leaf in foreign_names()]
-    return f"is another tool's. {'; '.join(found)}" if found else None
 
 
 def _nearest_where(tree: Node, path: str) -> Where:
@@ -299,18 +297,6 @@ def _nearest_where(tree: Node, path: str) -> Where:
             return node.where
         path = path.rpartition(".")[0]
     return tree.where
-
-
-def _breach_problem(tree: Node, breach: Breach) -> Problem:
-    """Point at the first of the rule's keys that the run file sets."""
-    written = next((key for key in breach.keys if tree.find(key)), breach.keys[0])
-    return Problem(_nearest_where(tree, written), breach.keys[0], breach.message)
-
-
-def _touches(breach: Breach, bad_paths: Iterable[str]) -> bool:
-    return any(
-        key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for key in breach.keys for bad in bad_paths
-    )
 
 
 def _error(problems: Iterable[Problem]) -> ConfigError:

@@ -132,14 +132,10 @@ def wrong_value(path: str, got: Any) -> str:
     key = schema.find_key(path)
     if key is None:
         return unknown_key(path)
-    return f"must be {_broken_rule(key, got)} (got {show(got)}){_cure(key, got)}"
-
-
-def _broken_rule(key: schema.Key, got: Any) -> str:
-    """Only the bounds when the type is right: "at least 1" and not "a whole number, at least 1"."""
     is_number = isinstance(got, int | float) and not isinstance(got, bool)
     fits = is_number and (key.kind.startswith("a number") or isinstance(got, int)) and abs(got) < float("inf")
-    return key.bounds if key.bounds and fits else key.rule
+    # Only the bounds when the type is right: "at least 1" and not "a whole number, at least 1".
+    return f"must be {key.bounds if key.bounds and fits else key.rule} (got {show(got)}){_cure(key, got)}"
 
 
 def _cure(key: schema.Key, got: Any) -> str:

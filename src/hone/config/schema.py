@@ -138,6 +138,7 @@ def _walk(section: type[Section], path: str, defaults: Section | None = None) ->
 
 def _key(path: str, field: FieldInfo, default: Any) -> Key:
     bounds, lowest, highest = _bounds(field.metadata)
+    kinds = set(get_args(field.annotation)) if _is_union(field.annotation) else {field.annotation}
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     return Key(
         path=path,
@@ -151,7 +152,7 @@ def _key(path: str, field: FieldInfo, default: Any) -> Key:
         required=field.is_required(),
         meaning=field.description or "",
         is_path=bool(extra.get("is_path")),
-        is_text=str in (parts := _parts(field.annotation)) and parts <= {str, type(None)},
+        is_text=str in kinds and kinds <= {str, type(None)},
     )
 
 
@@ -171,11 +172,6 @@ def _inner_section(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 def _is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, types.UnionType)
-
-
-def _parts(annotation: Any) -> set[Any]:
-    """The types of a union, or the one type."""
-    return set(get_args(annotation)) if _is_union(annotation) else {annotation}
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ what does not divide is refused in `rules/placement.py`, not here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any, Literal, get_args
@@ -153,11 +153,18 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
     if config.cluster.backend != "ray":
         cluster, machines = ClusterSection(), _Machines(1, 1)
     else:
-        cluster, machines = config.cluster, _machines(config, devices_per_node)
-    wanted = cluster.pools or {DEFAULT_POOL: _default_pool(machines)}
+        cluster = config.cluster
+        each = cluster.devices_per_node or devices_per_node or -(-max(devices_asked_for(config), 1) // cluster.nodes)
+        machines = _Machines(cluster.nodes, each, len(service_devices(config)))
+    most: tuple[Role, ...] = tuple(role for role in ROLES if role != "judge")
+    wanted = cluster.pools or {DEFAULT_POOL: PoolSection(devices=max(machines.devices, 1), roles=most)}
     needed = needed_roles(config) | optional_roles(config)
     devices = count()  # what is asked for and not there is counted too
-    pools = tuple(_pool(name, section, devices, machines, needed) for name, section in wanted.items())
+    pools: list[Pool] = []
+    for name, section in wanted.items():
+        roles: tuple[Role, ...] = tuple(role for role in ROLES if role in section.roles and role in needed)
+        numbers = tuple(islice(devices, section.devices))
+        pools.append(Pool(name, roles, numbers, tuple(machines.of(number) for number in numbers)))
     place = {role: pool for pool in reversed(pools) for role in pool.roles}
     settings = cluster.trainer
     trained = {
@@ -169,7 +176,7 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
         backend="ray" if cluster.backend == "ray" else "local",
         nodes=machines.nodes,
         devices_per_node=machines.devices_each,
-        pools=pools,
+        pools=tuple(pools),
         trainer=trained.get("policy") or _trainer(pools[0], None, 1, 1),
         engines=replicas_of(place.get("rollout"), "engine", cluster.engines.tensor_parallel_size),
         critic=trained.get("critic"),
@@ -243,12 +250,6 @@ class _Machines:
         return (device + self.taken) // self.devices_each
 
 
-def _machines(config: RunConfig, found: int | None) -> _Machines:
-    nodes = config.cluster.nodes
-    each = config.cluster.devices_per_node or found or -(-max(devices_asked_for(config), 1) // nodes)
-    return _Machines(nodes, each, len(service_devices(config)))
-
-
 def judges_pool(config: RunConfig) -> str | None:
     """The pool with the judge among its roles, of a run on a cluster."""
     pools = config.cluster.pools if config.cluster.backend == "ray" else {}
@@ -259,17 +260,6 @@ def judge_tensor_parallel(config: RunConfig) -> int:
     """Devices of one replica of the judge."""
     engines = [config.services[name].engine for name in judge_services(config)]
     return next((engine.tensor_parallel_size for engine in engines if engine is not None), 1)
-
-
-def _default_pool(machines: _Machines) -> PoolSection:
-    roles: tuple[Role, ...] = tuple(role for role in ROLES if role != "judge")
-    return PoolSection(devices=max(machines.devices, 1), roles=roles)
-
-
-def _pool(name: str, section: PoolSection, devices: Iterator[int], machines: _Machines, needed: Iterable[Role]) -> Pool:
-    numbers = tuple(islice(devices, section.devices))
-    roles: tuple[Role, ...] = tuple(role for role in ROLES if role in section.roles and role in needed)
-    return Pool(name, roles, numbers, tuple(machines.of(number) for number in numbers))
 
 
 def _trainer(pool: Pool, shard: int | None, tensor: int, sequence: int) -> TrainerGroup:

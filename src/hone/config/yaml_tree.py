@@ -40,6 +40,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITE = re.compile(r"([-+]?)\.(inf|Inf|INF)")
 _NAN = re.compile(r"\.(nan|NaN|NAN)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,9 @@ def read_yaml(
     except MarkedYAMLError as error:
         line, message = _yaml_error(error, text)
     except YAMLError:
-        line, message = _first_unprintable(text), "holds a character that text files do not have"
+        found = _UNPRINTABLE.search(text)
+        line = text.count("\n", 0, found.start()) if found else 0
+        message = "holds a character that text files do not have"
     except (ValueError, IndexError, RecursionError):  # the YAML parser's own bugs on garbage such as "%YAML 1"
         line, message = 0, "is not valid YAML"
     return None, [*builder.problems, Problem(builder.where(line), "", message)]
@@ -221,15 +224,27 @@ class _Builder:
     def _node(self, event: Any, events: Iterator[Event], depth: int) -> Node:
         line = _line(event)
         if isinstance(event, AliasEvent):
-            return self._alias(event, line)
+            if event.anchor not in self._anchors:
+                raise _RefusedNode(line, f"*{event.anchor} names an anchor that is not defined above it")
+            node, size = self._anchors[event.anchor]
+            self._count(size, line)
+            return node
         if depth > MAX_DEPTH:
             raise _RefusedNode(line, f"is nested more than {MAX_DEPTH} deep")
         size_before = self._num_nodes
         self._count(1, line)
         if isinstance(event, ScalarEvent):
-            node = self._scalar(event, line)
+            if _SURROGATE.search(event.value):
+                raise _RefusedNode(line, "holds half a character (a lone surrogate such as \\ud800)")
+            value = scalar(event.value) if event.implicit[0] else event.value
+            if refusal := too_large(value):
+                self._problem(line, refusal)
+            node = Node(value, self.where(line))
         elif isinstance(event, SequenceStartEvent):
-            node = Node(self._items(events, depth), self.where(line))
+            items: list[Node] = []
+            while not isinstance(inner := next(events), SequenceEndEvent):
+                items.append(self._node(inner, events, depth + 1))
+            node = Node(items, self.where(line))
         else:
             node = Node(self._entries(events, depth), self.where(line))
         if event.tag is not None and str(event.tag):
@@ -237,12 +252,6 @@ class _Builder:
         if event.anchor:
             self._anchors[event.anchor] = (node, self._num_nodes - size_before)
         return node
-
-    def _items(self, events: Iterator[Event], depth: int) -> list[Node]:
-        items = []
-        while not isinstance(event := next(events), SequenceEndEvent):
-            items.append(self._node(event, events, depth + 1))
-        return items
 
     def _entries(self, events: Iterator[Event], depth: int) -> dict[str, Node]:
         entries: dict[str, Node] = {}
@@ -261,21 +270,6 @@ class _Builder:
                 self.repeated.append(Problem(self.where(line), name, message))
             entries[name] = Node(value.value, self.where(line))
         return entries
-
-    def _scalar(self, event: ScalarEvent, line: int) -> Node:
-        if _SURROGATE.search(event.value):
-            raise _RefusedNode(line, "holds half a character (a lone surrogate such as \\ud800)")
-        value = scalar(event.value) if event.implicit[0] else event.value
-        if refusal := too_large(value):
-            self._problem(line, refusal)
-        return Node(value, self.where(line))
-
-    def _alias(self, event: AliasEvent, line: int) -> Node:
-        if event.anchor not in self._anchors:
-            raise _RefusedNode(line, f"*{event.anchor} names an anchor that is not defined above it")
-        node, size = self._anchors[event.anchor]
-        self._count(size, line)
-        return node
 
     def _count(self, num_nodes: int, line: int) -> None:
         self._num_nodes += num_nodes
@@ -302,9 +296,3 @@ def _yaml_error(error: MarkedYAMLError, text: str) -> tuple[int, str]:
         return line, "is not valid YAML: a second `:` on the line, or wrong indentation; quote text that holds `: `"
     context = f" {error.context}" if error.context else ""
     return line, f"is not valid YAML: {error.problem or 'cannot be read'}{context}"
-
-
-def _first_unprintable(text: str) -> int:
-    allowed = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-    found = allowed.search(text)
-    return text.count("\n", 0, found.start()) if found else 0

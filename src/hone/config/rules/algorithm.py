@@ -30,17 +30,13 @@ def several_optimizer_steps_need_a_ratio(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def clip_has_a_ratio(config: RunConfig) -> Iterator[Breach]:
-    if config.algorithm.ratio == "none" and config.algorithm.clip != "none":
+def clip_has_a_ratio_and_its_settings(config: RunConfig) -> Iterator[Breach]:
+    algorithm = config.algorithm
+    if algorithm.ratio == "none" and algorithm.clip != "none":
         yield Breach(
             ("algorithm.clip", "algorithm.ratio"),
-            f"= {config.algorithm.clip} bounds a ratio, but algorithm.ratio = none. Set this to none too, or ratio to "
-            "token",
+            f"= {algorithm.clip} bounds a ratio, but algorithm.ratio = none. Set this to none too, or ratio to token",
         )
-
-
-def clip_settings_are_of_the_clip(config: RunConfig) -> Iterator[Breach]:
-    algorithm = config.algorithm
     if algorithm.dual_clip is not None and algorithm.clip not in ("ppo", "clip_cov", "tv_mask"):
         keys = ("algorithm.dual_clip", "algorithm.clip")
         yield Breach(
@@ -53,11 +49,27 @@ def clip_settings_are_of_the_clip(config: RunConfig) -> Iterator[Breach]:
         yield Breach(("algorithm.sapo_tau",), f"must be above 0 each (got {list(algorithm.sapo_tau)})")
 
 
-def correction_bounds_are_a_range(config: RunConfig) -> Iterator[Breach]:
+def bounds_are_ranges(config: RunConfig) -> Iterator[Breach]:
     low, high = config.algorithm.correction_low, config.algorithm.correction_high
     if low >= high:
         keys = ("algorithm.correction_low", "algorithm.correction_high")
         yield Breach(keys, f"must be below algorithm.correction_high = {high} (got {low})")
+    share, low, high = config.algorithm.clip_cov
+    if not 0 < share < 1 or low >= high:
+        yield Breach(
+            ("algorithm.clip_cov",),
+            f"must be [share, low, high] with a share between 0 and 1 and low below high (got {[share, low, high]})",
+        )
+    share, coef = config.algorithm.kl_cov
+    if not 0 < share < 1 or coef < 0:
+        yield Breach(
+            ("algorithm.kl_cov",),
+            f"must be [share, coefficient] with a share between 0 and 1 and a coefficient of 0 or more (got "
+            f"{[share, coef]})",
+        )
+    clip = config.algorithm.reward_clip
+    if clip is not None and clip[0] >= clip[1]:
+        yield Breach(("algorithm.reward_clip",), f"must be [low, high] with low below high (got {list(clip)})")
 
 
 def group_credit_has_a_group(config: RunConfig) -> Iterator[Breach]:
@@ -74,10 +86,7 @@ def group_credit_has_a_group(config: RunConfig) -> Iterator[Breach]:
             f"must be at most rollout.group_size = {size} (got {config.reward.min_valid_per_group}), "
             "or every group is dropped",
         )
-
-
-def dropping_compares_siblings(config: RunConfig) -> Iterator[Breach]:
-    if config.algorithm.drop_uninformative and config.rollout.group_size < 2:
+    if config.algorithm.drop_uninformative and size < 2:
         yield Breach(
             ("algorithm.drop_uninformative", "rollout.group_size"),
             "needs rollout.group_size of at least 2 (got 1): the one reward of a group always equals itself, so every "
@@ -149,23 +158,6 @@ def correction_has_a_difference_to_correct(config: RunConfig) -> Iterator[Breach
     if algorithm.old_logprobs == "sampler" and algorithm.ratio == "none":
         keys = ("algorithm.old_logprobs", "algorithm.ratio")
         yield Breach(keys, "= sampler is what the ratio is taken to, but algorithm.ratio = none. Leave it out")
-
-
-def covariances_are_a_range(config: RunConfig) -> Iterator[Breach]:
-    share, low, high = config.algorithm.clip_cov
-    if not 0 < share < 1 or low >= high:
-        yield Breach(
-            ("algorithm.clip_cov",),
-            f"must be [share, low, high] with a share between 0 and 1 and low below high (got {[share, low, high]})",
-        )
-
-    share, coef = config.algorithm.kl_cov
-    if not 0 < share < 1 or coef < 0:
-        yield Breach(
-            ("algorithm.kl_cov",),
-            f"must be [share, coefficient] with a share between 0 and 1 and a coefficient of 0 or more (got "
-            f"{[share, coef]})",
-        )
 
 
 def rejection_has_a_difference(config: RunConfig) -> Iterator[Breach]:
@@ -273,12 +265,6 @@ def truncated_sampling_is_correctable(config: RunConfig) -> Iterator[Breach]:
             )
 
 
-def reward_clip_is_a_range(config: RunConfig) -> Iterator[Breach]:
-    clip = config.algorithm.reward_clip
-    if clip is not None and clip[0] >= clip[1]:
-        yield Breach(("algorithm.reward_clip",), f"must be [low, high] with low below high (got {list(clip)})")
-
-
 # ---- adapters
 
 
@@ -286,7 +272,7 @@ NOT_HIDDEN = ("lm_head", "embed_out", "embed_tokens", "wte")
 """Usual names of output layers and embeddings."""
 
 
-def adapter_settings_have_a_rank(config: RunConfig) -> Iterator[Breach]:
+def adapter_has_a_rank_and_linear_layers(config: RunConfig) -> Iterator[Breach]:
     lora = config.lora
     given = sorted(lora.model_fields_set)
     if given and "rank" not in given:
@@ -294,11 +280,8 @@ def adapter_settings_have_a_rank(config: RunConfig) -> Iterator[Breach]:
         yield Breach(
             keys, f"is required with lora.{given[0]}: without it every weight is trained; 0 says that on purpose"
         )
-
-
-def adapter_is_beside_linear_layers(config: RunConfig) -> Iterator[Breach]:
-    """Logits are made from the output layer a chunk at a time, outside the model; often it is the embedding too."""
-    found = [name for name in config.lora.targets or () if name in NOT_HIDDEN]
+    # Logits are made from the output layer a chunk at a time, outside the model; often it is the embedding too.
+    found = [name for name in lora.targets or () if name in NOT_HIDDEN]
     if found:
         yield Breach(
             ("lora.targets",),
@@ -307,15 +290,7 @@ def adapter_is_beside_linear_layers(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def adapter_leaves_the_tower_frozen(config: RunConfig) -> Iterator[Breach]:
-    if config.lora.rank and "vision" not in config.model.freeze:
-        yield Breach(
-            ("model.freeze", "lora.rank"),
-            "must name vision with an adapter, which is beside layers of the language model. Leave it at its default",
-        )
-
-
-def adapter_has_a_stage(config: RunConfig) -> Iterator[Breach]:
+def adapter_has_a_stage_and_a_frozen_base(config: RunConfig) -> Iterator[Breach]:
     lora, stages = config.lora, config.stages
     if lora.rank and not any(trains_adapter(config, stage) for stage in stages):
         yield Breach(
@@ -323,14 +298,15 @@ def adapter_has_a_stage(config: RunConfig) -> Iterator[Breach]:
             f"names {', '.join(lora.stages)}, and this run's stages are {', '.join(stages)}: none would train an "
             "adapter. Name one of them, or set lora.rank to 0",
         )
-
-
-def adapter_is_beside_something_learnt(config: RunConfig) -> Iterator[Breach]:
-    first = config.stages[0]
-    if config.model.init is not None and trains_adapter(config, first):
+    if lora.rank and "vision" not in config.model.freeze:
+        yield Breach(
+            ("model.freeze", "lora.rank"),
+            "must name vision with an adapter, which is beside layers of the language model. Leave it at its default",
+        )
+    if config.model.init is not None and trains_adapter(config, stages[0]):
         yield Breach(
             ("lora.stages", "lora.rank", "model.init", "stages"),
-            f"includes {first}, which starts from random weights (model.init), and an adapter leaves those as they "
+            f"includes {stages[0]}, which starts from random weights (model.init), and an adapter leaves those as they "
             "are. Start from model.path, or train every weight in a stage before",
         )
 
@@ -374,28 +350,21 @@ def reference_is_the_adapters_base(config: RunConfig) -> Iterator[Breach]:
 
 ALGORITHM_RULES: tuple[Callable[[RunConfig], Iterator[Breach]], ...] = (
     several_optimizer_steps_need_a_ratio,
-    clip_has_a_ratio,
-    clip_settings_are_of_the_clip,
-    correction_bounds_are_a_range,
+    clip_has_a_ratio_and_its_settings,
+    bounds_are_ranges,
     group_credit_has_a_group,
-    dropping_compares_siblings,
     critic_settings_have_a_critic,
     kl_has_a_gradient,
     kl_control_has_one_coefficient,
     correction_has_a_difference_to_correct,
-    covariances_are_a_range,
     rejection_has_a_difference,
     routing_is_recorded,
     load_is_of_whole_sequences,
     components_are_not_shaped_as_a_sum,
     entropy_control_has_room,
     truncated_sampling_is_correctable,
-    reward_clip_is_a_range,
-    adapter_settings_have_a_rank,
-    adapter_is_beside_linear_layers,
-    adapter_has_a_stage,
-    adapter_leaves_the_tower_frozen,
-    adapter_is_beside_something_learnt,
+    adapter_has_a_rank_and_linear_layers,
+    adapter_has_a_stage_and_a_frozen_base,
     adapter_alone_goes_to_vllm,
     reference_is_the_adapters_base,
 )

@@ -35,7 +35,13 @@ Columns = list[tuple[str, str]]
 
 def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
     """Data that looks like a file has a format that is read, and has the columns that the run file names."""
-    for key, source, columns in _sources(config):
+    several = {"data.train": len(config.data.train) > 1, "data.eval": len(config.data.eval or ()) > 1}
+    for place, section in sources_of(config):
+        part, source = place.rpartition(".")[0], section.path
+        columns = _needed(config, part, _columns(section_of(config.data, section), key_of(place, section)))
+        if not columns:
+            continue
+        key = place if several.get(part) else part
         if prefix := _indexed(folder / Path(source).expanduser()):
             yield Breach(
                 (key,),
@@ -86,20 +92,14 @@ def key_of(path: str, source: SourceSection) -> Callable[[str], str]:
     return lambda name: f"{path}.{name}" if getattr(source, name) is not None else f"data.{name}"
 
 
-def _sources(config: RunConfig) -> Iterator[tuple[str, str, Columns]]:
-    """Key, source and needed columns of every data source that the stages read."""
-    several = {"data.train": len(config.data.train) > 1, "data.eval": len(config.data.eval or ()) > 1}
-    for path, source in sources_of(config):
-        part = path.rpartition(".")[0]
-        needed = _needed(config, part, _columns(section_of(config.data, source), key_of(path, source)))
-        if needed:
-            yield path if several.get(part) else part, source.path, needed
-
-
 def _needed(config: RunConfig, part: str, prompts: Columns) -> Columns:
     """Columns that the stages read of the sources in `part`, given those of a prompt; none where none reads it."""
     data, sft = config.data, config.sft
-    pairs = prompts + _pair_columns(config) if "reward_model" in config.stages else []
+    pairs: Columns = []
+    if "reward_model" in config.stages:
+        rm = config.rm
+        pairs = [*prompts, ("rm.chosen_column", rm.chosen_column), ("rm.rejected_column", rm.rejected_column)]
+        pairs += [("rm.margin_column", rm.margin_column)] if rm.margin_column is not None else []
     imitated = [("sft.response_column", sft.response_column)] if sft.response_column is not None else []
     imitated = prompts + imitated
     if sft.messages_column is not None:
@@ -116,12 +116,6 @@ def _needed(config: RunConfig, part: str, prompts: Columns) -> Columns:
     if found and data.order_column is not None:
         found = [*found, ("data.order_column", data.order_column)]
     return found
-
-
-def _pair_columns(config: RunConfig) -> Columns:
-    rm = config.rm
-    columns = [("rm.chosen_column", rm.chosen_column), ("rm.rejected_column", rm.rejected_column)]
-    return columns + ([("rm.margin_column", rm.margin_column)] if rm.margin_column is not None else [])
 
 
 def _columns(data: DataSection, key: Callable[[str], str]) -> Columns:

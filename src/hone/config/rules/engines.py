@@ -207,14 +207,21 @@ TAKEN_NAMES = ("training",)
 """A service's log has its name, and logs/training.log is the run's own."""
 
 
-def service_names_are_plain(config: RunConfig) -> Iterator[Breach]:
-    for name in config.services:
+def services_are_named_and_of_one_kind(config: RunConfig) -> Iterator[Breach]:
+    for name, service in config.services.items():
         if not re.fullmatch(r"[A-Za-z][\w-]{0,39}", name) or name in TAKEN_NAMES:
             yield Breach(
                 (f"services.{name}", "services"),
                 f"must be named with at most 40 letters, digits, _ and -, a letter first, and not {TAKEN_NAMES[0]!r}: "
                 f"its log is logs/NAME.log (got {name!r})",
             )
+        kinds = {"reward": service.reward, "policy": service.policy, "command": service.command}
+        given = [kind for kind, value in kinds.items() if value is not None]
+        if len(given) != 1:
+            got = f"got {' and '.join(given)}" if given else "got none of them"
+            message = f"needs exactly one of reward, policy and command ({got}). Set the others to null"
+            keys = (f"services.{name}", *(f"services.{name}.{kind}" for kind in given))
+            yield Breach(keys, message if given else message.partition(". ")[0])
 
 
 def variables_can_be_set(config: RunConfig) -> Iterator[Breach]:
@@ -227,17 +234,6 @@ def variables_can_be_set(config: RunConfig) -> Iterator[Breach]:
             yield Breach((key,), "is no name of an environment variable: letters, digits and _, no digit first")
         elif names.startswith("RAY_") or names in (*(kind.variable for kind in KINDS), TOKEN_VARIABLE):
             yield Breach((key,), "is set by Hone or Ray for each process. Leave it out; devices are cluster.pools'")
-
-
-def services_are_of_one_kind(config: RunConfig) -> Iterator[Breach]:
-    for name, service in config.services.items():
-        kinds = {"reward": service.reward, "policy": service.policy, "command": service.command}
-        given = [kind for kind, value in kinds.items() if value is not None]
-        if len(given) != 1:
-            got = f"got {' and '.join(given)}" if given else "got none of them"
-            message = f"needs exactly one of reward, policy and command ({got}). Set the others to null"
-            keys = (f"services.{name}", *(f"services.{name}.{kind}" for kind in given))
-            yield Breach(keys, message if given else message.partition(". ")[0])
 
 
 def commands_know_their_port(config: RunConfig) -> Iterator[Breach]:
@@ -312,8 +308,7 @@ ENGINE_RULES = (
     engines_fit_their_services,
     engines_share_memory,
     judges_fit_their_engines,
-    service_names_are_plain,
-    services_are_of_one_kind,
+    services_are_named_and_of_one_kind,
     commands_know_their_port,
     ports_are_their_own,
     devices_are_their_own,

@@ -29,31 +29,24 @@ from hone.config.run import RunConfig
 from hone.errors import nearest
 
 
-def rewards_can_be_had(config: RunConfig, folder: Path) -> Iterator[Breach]:
+def code_can_be_had(config: RunConfig, folder: Path) -> Iterator[Breach]:
+    """Rewards and the environment are built in, installed, or code that is there."""
     for number, component in enumerate(config.reward.components):
-        problem = _reward_problem(component.use, folder)
+        use = component.use
+        if use in BUILTIN_REWARDS:
+            continue
+        path = use if ":" in use else registered_rewards().get(use)
+        if path is None:
+            named = (*BUILTIN_REWARDS, *registered_rewards())
+            close = nearest(use, named, cutoff=60)
+            hint = f"Did you mean {close}?" if close else f"Built in or installed: {', '.join(named)}."
+            problem = f"no reward is called {use!r}. {hint} Your own: package.module:function or file.py:function"
+        else:
+            problem = _code_problem(path, folder, "function")
         if problem:
             yield Breach((f"reward.components.{number}.use",), problem)
-
-
-def _reward_problem(use: str, folder: Path) -> str | None:
-    if use in BUILTIN_REWARDS:
-        return None
-    path = use if ":" in use else registered_rewards().get(use)
-    if path is None:
-        named = (*BUILTIN_REWARDS, *registered_rewards())
-        close = nearest(use, named, cutoff=60)
-        hint = f"Did you mean {close}?" if close else f"Built in or installed: {', '.join(named)}."
-        return f"no reward is called {use!r}. {hint} Your own: package.module:function or file.py:function"
-    return _code_problem(path, folder, "function")
-
-
-def environment_can_be_had(config: RunConfig, folder: Path) -> Iterator[Breach]:
-    use = config.rollout.environment.use
-    if use is None:
-        return
-    problem = _code_problem(use, folder, "class")
-    if problem:
+    environment = config.rollout.environment.use
+    if environment is not None and (problem := _code_problem(environment, folder, "class")):
         yield Breach(("rollout.environment.use",), problem)
 
 
@@ -220,17 +213,10 @@ def architecture_of(config: RunConfig, folder: Path) -> Mapping[str, Any]:
     return overridden(architecture, config.model.override) if isinstance(architecture, dict) else {}
 
 
-def context_limit(config: RunConfig, folder: Path) -> int | None:
-    """The model's context in tokens (`max_position_embeddings`), where it can be known without the hub."""
-    limit = architecture_of(config, folder).get("max_position_embeddings")
-    return limit if isinstance(limit, int) and not isinstance(limit, bool) else None
-
-
 FileRule = Callable[[RunConfig, Path], Iterator[Breach]]
 FILE_RULES: tuple[FileRule, ...] = (
     data_files_exist,
-    rewards_can_be_had,
-    environment_can_be_had,
+    code_can_be_had,
     local_directories_are_models,
     served_rewards_exist,
 )

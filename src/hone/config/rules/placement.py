@@ -73,18 +73,14 @@ def cluster_says_which_devices(config: RunConfig) -> Iterator[Breach]:
         yield Breach(("cluster.address",), f"must be auto, or host:port (got {cluster.address!r})")
 
 
-def pools_are_named_plainly(config: RunConfig) -> Iterator[Breach]:
-    for name in config.cluster.pools:
+def pools_have_names_and_roles_of_their_own(config: RunConfig) -> Iterator[Breach]:
+    places: dict[str, str] = {}
+    for name, pool in config.cluster.pools.items():
         if not re.fullmatch(r"[A-Za-z][\w-]{0,39}", name):
             yield Breach(
                 (f"cluster.pools.{name}", "cluster.pools"),
                 f"must be named with at most 40 letters, digits, _ and -, a letter first (got {name!r})",
             )
-
-
-def roles_have_one_place(config: RunConfig) -> Iterator[Breach]:
-    places: dict[str, str] = {}
-    for name, pool in config.cluster.pools.items():
         for role in dict.fromkeys(pool.roles):
             if pool.roles.count(role) > 1:
                 yield Breach((f"cluster.pools.{name}.roles",), f"must name {role} once (got {', '.join(pool.roles)})")
@@ -292,8 +288,7 @@ def sleeping_scorers_are_not_asked(config: RunConfig) -> Iterator[Breach]:
 CLUSTER_RULES = (
     cluster_keys_have_a_backend,
     cluster_says_which_devices,
-    pools_are_named_plainly,
-    roles_have_one_place,
+    pools_have_names_and_roles_of_their_own,
     needed_roles_have_a_place,
     pools_have_work,
     devices_exist,

@@ -1,4 +1,4 @@
-"""Cross-field rules: one small function per rule, all violations reported together.
+"""Cross-field rules: a function for what belongs together, all violations reported together.
 
 A rule sees a valid `RunConfig` and yields breaches. Rules of the algorithm and of adapters are in `algorithm.py`, of
 engines and services in `engines.py`, of the `cluster` section in `placement.py` and `division.py`; those that look at
@@ -30,7 +30,6 @@ from hone.config.rules.files import (
     FILE_RULES,
     PROGRAM_RULES,
     architecture_of,
-    context_limit,
 )
 from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import DataSection, RunConfig
@@ -68,11 +67,7 @@ def one_model_source(config: RunConfig) -> Iterator[Breach]:
             ("model.path", "model.init"),
             f"contradicts model.init: weights come from {model.path} or a random start. Set the other to null",
         )
-
-
-def init_is_an_architecture(config: RunConfig) -> Iterator[Breach]:
-    init = config.model.init
-    if init is not None and not isinstance(init.get("model_type"), str):
+    if model.init is not None and not isinstance(model.init.get("model_type"), str):
         yield Breach(("model.init.model_type", "model.init"), "is required, such as qwen3, as in a model's config.json")
 
 
@@ -189,12 +184,9 @@ def order_is_possible(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def stages_run_once(config: RunConfig) -> Iterator[Breach]:
+def stages_have_what_they_train_on(config: RunConfig) -> Iterator[Breach]:
     if len(set(config.stages)) < len(config.stages):
         yield Breach(("stages",), f"must name each stage once (got {', '.join(config.stages)})")
-
-
-def stages_have_what_they_train_on(config: RunConfig) -> Iterator[Breach]:
     environment_rewards = config.rollout.environment.use is not None
     if "rl" in config.stages and not config.reward.components and not environment_rewards:
         yield Breach(("reward.components", "stages"), "is required for stage rl: at least one, such as `- use: exact`")
@@ -205,9 +197,9 @@ def stages_have_what_they_train_on(config: RunConfig) -> Iterator[Breach]:
     if "sft" in config.stages and not (sft.response_column or sft.messages_column or has_answers(config)):
         keys = ("sft.response_column", "data.answer_column", "stages")
         yield Breach(keys, "is required for stage sft (or data.answer_column): the column with the text to imitate")
-
-
-def rewards_have_answers(config: RunConfig) -> Iterator[Breach]:
+    if sft.messages_column is not None and sft.response_column is not None:
+        keys = ("sft.messages_column", "sft.response_column")
+        yield Breach(keys, "contradicts sft.response_column: conversations or single responses. Set one to null")
     needing = [component.use for component in config.reward.components if builtin_reward(component.use).gold]
     if "rl" in config.stages and needing and not has_answers(config):
         keys = ("data.answer_column", "reward.components")
@@ -226,12 +218,6 @@ def reward_model_stage_is_possible(config: RunConfig) -> Iterator[Breach]:
     if config.data.eval is None:
         keys = ("data.eval", "stages")
         yield Breach(keys, "is required for stage reward_model: held-out pairs, to measure accuracy and scores on")
-
-
-def imitates_one_thing(config: RunConfig) -> Iterator[Breach]:
-    if config.sft.messages_column is not None and config.sft.response_column is not None:
-        keys = ("sft.messages_column", "sft.response_column")
-        yield Breach(keys, "contradicts sft.response_column: conversations or single responses. Set one to null")
 
 
 def rewards_have_distinct_names(config: RunConfig) -> Iterator[Breach]:
@@ -272,7 +258,7 @@ def stops_are_usable(config: RunConfig) -> Iterator[Breach]:
                 yield Breach(keys, f"must be below the vocabulary's size, {vocab_size} (got {number})")
 
 
-def a_sample_fits_a_microbatch(config: RunConfig) -> Iterator[Breach]:
+def a_sample_fits(config: RunConfig) -> Iterator[Breach]:
     longest, got = longest_tokens(config), config.train.tokens_per_microbatch
     if "reward_model" in config.stages and longest <= got < 2 * longest:
         yield Breach(
@@ -285,14 +271,11 @@ def a_sample_fits_a_microbatch(config: RunConfig) -> Iterator[Breach]:
             ("train.tokens_per_microbatch", "data.max_prompt_tokens", "rollout.max_response_tokens"),
             f"must hold the longest sample, {_longest(config)} (got {got}). Nearest: {longest}",
         )
-
-
-def a_sample_fits_the_cache(config: RunConfig) -> Iterator[Breach]:
-    longest, got = longest_tokens(config), config.rollout.kv_cache_tokens
-    if got is not None and got < longest:
+    cache = config.rollout.kv_cache_tokens
+    if cache is not None and cache < longest:
         yield Breach(
             ("rollout.kv_cache_tokens", "data.max_prompt_tokens", "rollout.max_response_tokens"),
-            f"must hold the longest sample, {_longest(config)} (got {got}). Nearest: {longest}",
+            f"must hold the longest sample, {_longest(config)} (got {cache}). Nearest: {longest}",
         )
 
 
@@ -307,8 +290,8 @@ def deterministic_runs_wait(config: RunConfig) -> Iterator[Breach]:
 
 
 def length_fits_context(config: RunConfig, folder: Path) -> Iterator[Breach]:
-    limit = context_limit(config, folder)
-    if limit is None or longest_tokens(config) <= limit:
+    limit = architecture_of(config, folder).get("max_position_embeddings")
+    if not isinstance(limit, int) or isinstance(limit, bool) or longest_tokens(config) <= limit:
         return
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     cures = {"rollout.max_response_tokens": limit - prompt, "data.max_prompt_tokens": limit - response}
@@ -413,7 +396,6 @@ def alarms_are_known(config: RunConfig) -> Iterator[Breach]:
 
 RULES: tuple[Rule, ...] = (
     one_model_source,
-    init_is_an_architecture,
     one_tokenizer,
     some_layers_are_recomputed,
     template_or_chat,
@@ -421,17 +403,13 @@ RULES: tuple[Rule, ...] = (
     sources_fit_together,
     order_is_possible,
     run_name_may_name_a_folder,
-    stages_run_once,
     stages_have_what_they_train_on,
-    rewards_have_answers,
     reward_model_stage_is_possible,
-    imitates_one_thing,
     rewards_have_distinct_names,
     environment_is_whole,
     optimizer_steps_divide_the_update,
     stops_are_usable,
-    a_sample_fits_a_microbatch,
-    a_sample_fits_the_cache,
+    a_sample_fits,
     deterministic_runs_wait,
     betas_are_decay_rates,
     evaluation_is_possible,
