@@ -111,7 +111,7 @@ def _best_preset(settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any
         if not name.startswith("algorithm/"):
             continue
         values = {f"algorithm.{key}": value for key, value in _preset(name).items()}
-        if any(_value_of(values, key) != _value_of(settings, key) for key in _KIND_OF_ALGORITHM):
+        if any(values.get(key, default_of(key)) != settings.get(key, default_of(key)) for key in _KIND_OF_ALGORITHM):
             continue
         rest = _differing(settings, values)
         if len(rest) + 1 < len(best[1]):
@@ -121,10 +121,6 @@ def _best_preset(settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any
 
 _KIND_OF_ALGORITHM = ("algorithm.credit", "algorithm.ratio")
 """A preset with another one is the name of another algorithm."""
-
-
-def _value_of(settings: Mapping[str, Any], key: str) -> Any:
-    return settings.get(key, default_of(key))
 
 
 def _differing(settings: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:

@@ -242,9 +242,10 @@ class Runs:
         found: list[Path] = []
         for path, folders, _ in os.walk(self.folder):
             place = Path(path)
-            if _is_run(place):
+            is_run = (place / ".identity.json").is_file()
+            if is_run:
                 found.append(place)
-            if _is_run(place) or len(place.relative_to(self.folder).parts) >= MAX_DEPTH:
+            if is_run or len(place.relative_to(self.folder).parts) >= MAX_DEPTH:
                 folders.clear()
         found.sort(key=_changed_s, reverse=True)
         return [str(place.relative_to(self.folder)) for place in found]
@@ -316,10 +317,6 @@ class Runs:
             "metrics": {metric: last[metric] for metric in LISTED if last.get(metric) is not None},
             "alarms": alarms,
         }
-
-
-def _is_run(path: Path) -> bool:
-    return (path / ".identity.json").is_file()
 
 
 def _size(path: Path) -> int:
