@@ -12,7 +12,7 @@ import re
 import statistics
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -48,11 +48,6 @@ class Series:
             self.base_sum += value
         self.count += 1
 
-    def keep_best(self) -> None:
-        if self.count >= WINDOW:
-            mean = self.mean(WINDOW)
-            self.best = mean if math.isnan(self.best) else max(self.best, mean)
-
     def mean(self, count: int) -> float:
         values = list(self.recent)[-count:]
         return sum(values) / len(values)
@@ -80,19 +75,23 @@ class History:
                 series = self._series[name] = Series(math.nan if value is None else value)
                 self._families.clear()
             series.add(math.nan if value is None else value)
-            if name in WITH_BEST:
-                series.keep_best()
+            if name in WITH_BEST and series.count >= WINDOW:
+                mean = series.mean(WINDOW)
+                series.best = mean if math.isnan(series.best) else max(series.best, mean)
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs to continue from here, as JSON values; the settings are left out."""
-        series = {name: asdict(one) | {"recent": _packed(one.recent)} for name, one in self._series.items()}
+        series = {name: asdict(one) for name, one in self._series.items()}
+        for one in series.values():  # float64 in base64: exact, and a third of their length in decimals
+            one["recent"] = base64.b64encode(array("d", one["recent"]).tobytes()).decode()
         return {"stage": self.stage, "step": self.step, "series": series}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()` of a history of the same stage."""
         self.step = state["step"]
         for name, one in state["series"].items():
-            self._series[name] = Series(**{**one, "recent": _unpacked(one["recent"])})
+            recent = deque(array("d", base64.b64decode(one["recent"])), maxlen=RECENT)
+            self._series[name] = Series(**{**one, "recent": recent})
 
     def count(self, name: str) -> int:
         """Number of values of a metric."""
@@ -108,11 +107,6 @@ class History:
         """The very first value."""
         series = self._series_of(name)
         return series.first if series else math.nan
-
-    def ago(self, name: str, count: int) -> float:
-        """The value `count` values before the latest."""
-        series = self._series_of(name)
-        return series.recent[-1 - count] if series and len(series.recent) > count else math.nan
 
     def highest(self, name: str, before: int) -> float:
         """Largest value until `before` values before the latest."""
@@ -174,17 +168,6 @@ class History:
 
     def _series_of(self, name: str) -> Series | None:
         return self._series.get(name)
-
-
-def _packed(values: Iterable[float]) -> str:
-    """float64 in base64: exact, and a third of their length in decimals."""
-    return base64.b64encode(array("d", values).tobytes()).decode()
-
-
-def _unpacked(text: str) -> deque[float]:
-    values = array("d")
-    values.frombytes(base64.b64decode(text))
-    return deque(values, maxlen=RECENT)
 
 
 @lru_cache(maxsize=256)

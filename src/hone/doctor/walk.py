@@ -151,12 +151,12 @@ def walk(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> tup
             history.add(line["step"], {name: line[name] for name in read if name in line})
     if not any(history.count(step.metric) for step in WALK):
         return ()
-    return tuple(_answered(step, history) for step in WALK)
-
-
-def _answered(step: WalkStep, history: History) -> WalkAnswer:
-    value = step.figure(history, step.metric)
-    if math.isnan(value):
-        return WalkAnswer(step.question, "unknown", f"{step.metric} is not logged", step.unknown)
-    holds, found = step.holds(history), f"{step.metric} = {shown(value)}; {step.limit}"
-    return WalkAnswer(step.question, "yes" if holds else "no", found, "" if holds else step.otherwise)
+    answers: list[WalkAnswer] = []
+    for step in WALK:
+        value = step.figure(history, step.metric)
+        if math.isnan(value):
+            answers.append(WalkAnswer(step.question, "unknown", f"{step.metric} is not logged", step.unknown))
+            continue
+        holds, found = step.holds(history), f"{step.metric} = {shown(value)}; {step.limit}"
+        answers.append(WalkAnswer(step.question, "yes" if holds else "no", found, "" if holds else step.otherwise))
+    return tuple(answers)

@@ -144,14 +144,13 @@ class AlarmWatch:
             alarm, state.active = state.active, None
             alarm.ended = history.step
             return alarm
-        if len(abnormal) < rule.of[0] or self._is_silenced(rule, history.stage):
+        if len(abnormal) < rule.of[0]:
+            return None
+        if any(alarm.name in rule.silenced_by and alarm.stage == history.stage for alarm in self.active):
             return None
         state.active = _alarm(rule, history, since=abnormal[0])
         self.alarms.append(state.active)
         return state.active
-
-    def _is_silenced(self, rule: AlarmRule, stage: str) -> bool:
-        return any(alarm.name in rule.silenced_by and alarm.stage == stage for alarm in self.active)
 
 
 @lru_cache(maxsize=4096)

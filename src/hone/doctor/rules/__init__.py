@@ -5,14 +5,12 @@ checked against the healthy and faulty runs of `benchmarks/doctor.py` (docs/doct
 """
 
 from hone.doctor.rule import AlarmRule
-from hone.doctor.rules.critic import CRITIC
 from hone.doctor.rules.learning import LEARNING
 from hone.doctor.rules.liveness import LIVENESS
 from hone.doctor.rules.mismatch import MISMATCH
 from hone.doctor.rules.policy import POLICY
-from hone.doctor.rules.prompts import PROMPTS
-from hone.doctor.rules.responses import RESPONSES
-from hone.doctor.rules.reward import REWARDS
+from hone.doctor.rules.prompts import PROMPTS, RESPONSES
+from hone.doctor.rules.reward import CRITIC, REWARDS
 from hone.doctor.rules.tuning import TUNING
 
 RULES: tuple[AlarmRule, ...] = (

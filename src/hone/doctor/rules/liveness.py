@@ -192,7 +192,7 @@ LIVENESS = (
             "5 % and 0.05 GiB more than ever until 40 steps before, growing in 30 of them",
             lambda h: (
                 h.now("memory/rss_gib") > max(1.05 * (most := h.highest("memory/rss_gib", 40)), most + 0.05)
-                and _number_of_rises(h.recent("memory/rss_gib", 41)) >= 30
+                and sum(b > a for a, b in pairwise(h.recent("memory/rss_gib", 41))) >= 30
             ),
         ),
         of=(3, 3),
@@ -209,7 +209,3 @@ LIVENESS = (
         source="reports of host memory growth: verl issues 429, 630, 2950; limit ours",
     ),
 )
-
-
-def _number_of_rises(values: list[float]) -> int:
-    return sum(b > a for a, b in pairwise(values))
