@@ -97,10 +97,6 @@ class State:
         self._paces.append((time.perf_counter(), step))
 
     @property
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self.began_s
-
-    @property
     def remaining_s(self) -> float | None:
         """From the speed of the last steps; None before the first."""
         if len(self._paces) < 2 or self._paces[-1][1] == self._paces[0][1]:
@@ -161,7 +157,7 @@ def _progress(state: State, width: int) -> Table:
     row.add_row(
         Text(f"{state.stage} {state.step}/{state.total_steps}", style="bold"),
         Text.assemble(("━" * full, "green"), ("━" * (bar_width - full), "bright_black")),
-        Text(f"{duration(state.elapsed_s)} elapsed"),
+        Text(f"{duration(time.perf_counter() - state.began_s)} elapsed"),
         Text(left, style="cyan"),
     )
     return row

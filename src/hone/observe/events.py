@@ -82,7 +82,10 @@ class EventLog:
             deadline_s: how long `position` and `close` wait for the disk.
             most_waiting: events kept while the disk stalls.
         """
-        size = _whole_bytes(path) if resume_bytes is not None else 0
+        size = 0
+        if resume_bytes is not None and path.exists():
+            with path.open("rb") as file:
+                size = line_start(file, path.stat().st_size)
         self._file = path.open("r+b" if size else "wb", buffering=0)
         if size:
             self._file.truncate(size)
@@ -214,21 +217,6 @@ def _packed(event: dict[str, Any]) -> dict[str, Any]:
     return {**event, "prompts": [run[0] if run[0] == run[1] else run for run in runs]}
 
 
-def _unpacked(event: dict[str, Any]) -> dict[str, Any]:
-    if "prompts" in event:
-        runs = [run if isinstance(run, list) else [run, run] for run in event["prompts"]]
-        event["prompts"] = [prompt for first, last in runs for prompt in range(first, last + 1)]
-    return event
-
-
-def _whole_bytes(path: Path) -> int:
-    """Length of a file up to the end of its last whole line."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return line_start(file, path.stat().st_size)
-
-
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -274,6 +262,10 @@ def events_of(
 
 def _decoded(line: bytes) -> dict[str, Any]:
     try:
-        return _unpacked(json.loads(line))
+        event = json.loads(line)
+        if "prompts" in event:
+            runs = [run if isinstance(run, list) else [run, run] for run in event["prompts"]]
+            event["prompts"] = [prompt for first, last in runs for prompt in range(first, last + 1)]
+        return event
     except ValueError as error:
         return {"at": 0.0, "kind": "gap", "what": "events", "why": f"a line is no JSON: {error}"}

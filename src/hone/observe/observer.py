@@ -182,7 +182,10 @@ class Observer:
             find_metric(name)
         with self._lock:
             self._metrics.write(stage, step, line)
-        self._warn_of_non_finite(stage, step, line)
+        for name, value in line.items():
+            if not math.isfinite(value) and name not in self._not_finite:
+                self._not_finite.add(name)
+                self.warn(f"{name} is {value} at {stage} step {step} (said once)")
         for view in self._views:
             view.update(stage, step, line)
         for callback in self._callbacks:
@@ -318,12 +321,6 @@ class Observer:
             "memory/peak_rss_gib": self._peak_gib,
             "memory/samples_mib": self._recorder.total_bytes / 2**20,
         }
-
-    def _warn_of_non_finite(self, stage: str, step: int, line: Mapping[str, float]) -> None:
-        for name, value in line.items():
-            if not math.isfinite(value) and name not in self._not_finite:
-                self._not_finite.add(name)
-                self.warn(f"{name} is {value} at {stage} step {step} (said once)")
 
     def _write_slow(
         self, stage: str, step: int, line: Mapping[str, float], unix_s: float, events: Sequence[Event]

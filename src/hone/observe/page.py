@@ -30,19 +30,17 @@ def page(title: str, data: Mapping[str, Any], name: PageName, *, is_live: bool =
     """
     has_charts = name in WITH_CHARTS
     scripts = ["parts.js", *["charts.js"] * has_charts, *["live.js"] * is_live, f"{name}.js"]
+    script = "".join(map(_part, scripts))
+    if has_charts:  # uPlot's licence replaces the address in its first line, since pages name no other host
+        uplot = _part("uplot/uPlot.iife.min.js").partition("\n")[2]
+        script = f"/* uPlot\n{_part('uplot/LICENSE')}\n*/\n{uplot}\n{script}"
     parts = {
         "{{title}}": html.escape(title),
         "{{style}}": (_part("uplot/uPlot.min.css") if has_charts else "") + _part("style.css"),
         "{{data}}": script_json(data),
-        "{{script}}": (_uplot() if has_charts else "") + "".join(map(_part, scripts)),
+        "{{script}}": script,
     }
     return re.sub("{{(title|style|data|script)}}", lambda mark: parts[mark[0]], _part("page.html"))
-
-
-def _uplot() -> str:
-    """uPlot's script with its licence instead of the address in its first line, since pages name no other host."""
-    script = _part("uplot/uPlot.iife.min.js").partition("\n")[2]
-    return f"/* uPlot\n{_part('uplot/LICENSE')}\n*/\n{script}\n"
 
 
 def script_json(data: Any) -> str:

@@ -127,7 +127,11 @@ class Recorder:
         if self._full:
             return
         each = [None] * len(groups) if advantages is None else advantages
-        chosen = self._chosen(groups)
+        num_tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
+        chosen: Sequence[int] = range(len(groups))
+        if self._step_tokens is not None and num_tokens > self._step_tokens:
+            count = max(1, len(groups) * self._step_tokens // num_tokens)
+            chosen = [place * len(groups) // count for place in range(count)]
         known = iter(() if figures is None else figures(chosen))
         text = "".join(
             _encode(groups[place], each[place], list(islice(known, len(groups[place].samples)))) for place in chosen
@@ -135,14 +139,6 @@ class Recorder:
         self._background.submit(lambda: self._write(stage, step, text), bulk=True)
         if pictures := self._thumbnails.wanted(groups[place] for place in chosen):
             self._background.submit(lambda: self._thumbnails.write(pictures), bulk=True)
-
-    def _chosen(self, groups: Sequence[Group]) -> Sequence[int]:
-        """Places of the groups that are recorded."""
-        num_tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
-        if self._step_tokens is None or num_tokens <= self._step_tokens:
-            return range(len(groups))
-        count = max(1, len(groups) * self._step_tokens // num_tokens)
-        return [place * len(groups) // count for place in range(count)]
 
     def _write(self, stage: str, step: int, text: bytes) -> None:
         if self._full:

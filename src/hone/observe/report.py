@@ -149,14 +149,18 @@ def report_data(
         "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},
     }
     if has_every_line:
-        watch = watch_lines(_settings(run_folder / ".identity.json"), lines)
+        identity = json.loads(_text(run_folder / ".identity.json") or '{"config": {}}')
+        watch = watch_lines(identity["config"], lines)
         data["alarms"] = [asdict(alarm) for alarm in by_importance(watch.alarms)]
     else:
         data["alarms"] = alarms_of_events(run_folder)
     data["has_every_line"] = has_every_line
     data["healthy"] = healthy_ranges(lines)
     events = events_of(run_folder / FILE, MARKING, before="training")
-    marks = [*marks_of_events(events), *_marks_of_memory(data["memory"])]
+    marks = marks_of_events(events)
+    for c in (data["memory"] or {}).get("changes", ()):
+        what = f"{c['key']}: {c['old']} to {c['new']}, {c['reason']}"
+        marks.append({"stage": c["stage"], "step": c["step"], "what": what})
     data["marks"] = _spread(sorted(marks, key=lambda mark: mark["step"]), MAX_MARKS)
     data["metrics"] = {
         name: asdict(metric)
@@ -259,19 +263,6 @@ def marks_of_events(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
             what = WORDS[kind].format_map(defaultdict(str, event))[:MAX_MARK_TEXT]
             marks.append({"stage": stage, "step": steps.get(stage, 0), "what": what})
     return marks
-
-
-def _marks_of_memory(memory: Any) -> list[dict[str, Any]]:
-    changes = (memory or {}).get("changes", ())
-    return [
-        {"stage": c["stage"], "step": c["step"], "what": f"{c['key']}: {c['old']} to {c['new']}, {c['reason']}"}
-        for c in changes
-    ]
-
-
-def _settings(identity: Path) -> dict[str, Any]:
-    """The resolved run file, which rules read; nothing of a folder without one."""
-    return json.loads(_text(identity) or '{"config": {}}')["config"]
 
 
 def _text(path: Path) -> str:

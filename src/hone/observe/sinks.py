@@ -43,28 +43,22 @@ def table_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float]], m
         for place, advantage in enumerate(of_group)
     ]
     count = min(most, len(every))
-    chosen = [every[number * len(every) // count] for number in range(count)]
-    return [_row(group, place, advantage) for group, place, advantage in chosen]
-
-
-def _row(group: Group, place: int, advantage: float) -> Row:
-    sample, answer = group.samples[place], group.prompt.answer
-    reward = group.rewards[place] if group.rewards else None
-    gold = "" if answer is None else _short(str(answer))
-    return _short(group.prompt.text), _short(sample.text), reward, advantage, gold, sample.finish_reason
+    rows: list[Row] = []
+    for number in range(count):
+        group, place, advantage = every[number * len(every) // count]
+        sample, answer = group.samples[place], group.prompt.answer
+        reward = group.rewards[place] if group.rewards else None
+        gold = "" if answer is None else _short(str(answer))
+        rows.append((_short(group.prompt.text), _short(sample.text), reward, advantage, gold, sample.finish_reason))
+    return rows
 
 
 def _short(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... ({len(text) - MAX_TEXT} more characters)"
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
-    """The table in Markdown, which TensorBoard shows."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
-
-
 def _cell(value: str | float | None) -> str:
+    """In a table in Markdown."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else f"{value:.4g}"
@@ -97,8 +91,8 @@ class MetricsFile:
         self._file.truncate(resume_bytes or 0)
         self._file.seek(0, os.SEEK_END)
 
-    def write(self, stage: str, step: int, values: Mapping[str, float]) -> float:
-        """Append one line and hand it to the operating system. Returns its `time_s`."""
+    def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        """Append one line and hand it to the operating system."""
         time_s = round(time.perf_counter() - self._began_s, 3)
         line: dict[str, Any] = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line |= {"stage": stage, "step": step, "time_s": time_s}
@@ -110,7 +104,6 @@ class MetricsFile:
             raise HoneError(
                 f"{self._path}: step {step} could not be written: {error.strerror}. Free space there and resume."
             ) from error
-        return time_s
 
     def position(self) -> int:
         """Length in bytes, once all of it is on the disk."""
@@ -209,10 +202,10 @@ class TensorBoard:
         tensor_pb2, tensor_shape_pb2, types_pb2 = _tensor_buffers()
         if stage not in self._files:
             self._open(stage, step, unix_s)
+        lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+        markdown = "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
         shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
-        text = tensor_pb2.TensorProto(
-            dtype=types_pb2.DT_STRING, string_val=[as_markdown(rows).encode()], tensor_shape=shape
-        )
+        text = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[markdown.encode()], tensor_shape=shape)
         plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
         value = summary_pb2.Summary.Value(
             tag="samples", metadata=summary_pb2.SummaryMetadata(plugin_data=plugin), tensor=text

@@ -39,27 +39,21 @@ class Thumbnails:
 
     def write(self, pictures: Sequence[Picture]) -> None:
         """For the background thread. One that cannot be read or written is left out: training names it, if it must."""
+        from PIL import Image
+
         for picture in pictures:
             if picture.digest in self._sizes or sum(self._sizes.values()) >= MAX_BYTES:
                 continue
             try:
-                content = jpeg(picture)
+                file = BytesIO()
+                Image.fromarray(picture.read(within=SIDE)).save(file, "JPEG", quality=QUALITY)
                 self._folder.mkdir(parents=True, exist_ok=True)
                 aside = self._folder / f"{picture.digest}.tmp"
-                aside.write_bytes(content)
+                aside.write_bytes(file.getvalue())
                 aside.replace(self._folder / f"{picture.digest}.jpg")
             except (DataError, OSError):
                 continue
-            self._sizes[picture.digest] = len(content)
-
-
-def jpeg(picture: Picture) -> bytes:
-    """A picture in its own shape, no side longer than `SIDE`."""
-    from PIL import Image
-
-    file = BytesIO()
-    Image.fromarray(picture.read(within=SIDE)).save(file, "JPEG", quality=QUALITY)
-    return file.getvalue()
+            self._sizes[picture.digest] = len(file.getvalue())
 
 
 def read_thumbnails(run_folder: Path, digests: Iterable[str], *, most: int) -> dict[str, str]:

@@ -112,7 +112,11 @@ class Span:
         self._spans, self._name, self._args, self._has_lane = spans, name, args, has_lane
 
     def __enter__(self) -> None:
-        self._owner = _owner()
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # no event loop runs in this thread
+            task = None
+        self._owner = threading.get_ident(), id(task)
         self._start_s = time.perf_counter()
         self._lane = self._spans.opened(self._name, self._owner, self._start_s)
 
@@ -153,14 +157,6 @@ class Timeline:
     @property
     def _shown(self) -> str:
         return self._doing[-1] if self._doing else "idle"
-
-
-def _owner() -> tuple[int, int]:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no event loop runs in this thread
-        task = None
-    return threading.get_ident(), id(task)
 
 
 class TraceFile:

@@ -231,7 +231,10 @@ class MLflow:
                 return
             experiment = self._client.get_experiment_by_name(project)
             place = experiment.experiment_id if experiment else self._client.create_experiment(project, files)
-            self._id = self._client.create_run(place, run_name=labels.name, tags=_mlflow_tags(labels)).info.run_id
+            tags = dict.fromkeys(labels.tags, "")  # MLflow's have values
+            if labels.group:
+                tags["group"] = labels.group
+            self._id = self._client.create_run(place, run_name=labels.name, tags=tags).info.run_id
             params = [Param(name, str(value)[:MLFLOW_CHARS]) for name, value in _leaves(metadata)]
             for start in range(0, len(params), MLFLOW_BATCH):
                 self._client.log_batch(self._id, params=params[start : start + MLFLOW_BATCH])
@@ -252,11 +255,6 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def _mlflow_tags(labels: Labels) -> dict[str, str]:
-    """MLflow's tags are names with values: `group`, and each of ours as a name alone."""
-    return {**dict.fromkeys(labels.tags, ""), **({"group": labels.group} if labels.group else {})}
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
