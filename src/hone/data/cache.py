@@ -94,8 +94,12 @@ class DataCache:
         if key not in self._digests:
             is_noted = found.st_size >= self._noted_bytes and time.time() - changed_s > self._settled_s
             note = cache_folder() / f"{key}.digest"
-            digest = _noted(note) if is_noted else None
-            if digest is None:
+            digest = ""
+            if is_noted:
+                with suppress(OSError, ValueError):
+                    os.utime(note)
+                    digest = note.read_text("ascii")
+            if not re.fullmatch("[0-9a-f]{64}", digest):
                 hashed = hashlib.sha256()
                 for chunk in _chunks(path, "hashing", self.say):
                     hashed.update(chunk)
@@ -125,7 +129,10 @@ class DataCache:
                 raise ValueError("its size or checksum differs")
             entry = CacheEntry(_mapped(path), about["notes"])
         except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-            _remove_broken(described, error, self.say)
+            self.say(f"warning: the data cache entry {described} is broken ({error}); it is made again")
+            for path in described.parent.glob(f"{key}.*"):
+                with suppress(OSError):
+                    path.unlink()
             return None
         with suppress(OSError):  # of another user, or on a disk that cannot be written to
             os.utime(described)
@@ -163,15 +170,6 @@ class DataCache:
             raise DataError(
                 f"data: no room for a memory-mapped copy of the rows: {error}. Set XDG_CACHE_HOME."
             ) from error
-
-
-def _noted(note: Path) -> str | None:
-    try:
-        digest = note.read_text("ascii")
-        os.utime(note)
-    except (OSError, ValueError):
-        return None
-    return digest if re.fullmatch("[0-9a-f]{64}", digest) else None
 
 
 DEFAULT_CACHE = DataCache()
@@ -222,14 +220,6 @@ def _chunks(path: Path, doing: str, say: Say) -> Iterator[bytes]:
                 return
             yield chunk
             progress.at((number + 1) * _CHUNK_BYTES >> 20)
-
-
-def _remove_broken(described: Path, why: Exception, say: Say) -> None:
-    say(f"warning: the data cache entry {described} is broken ({why}); it is made again")
-    key = described.name.removesuffix(".json")
-    for path in described.parent.glob(f"{key}.*"):
-        with suppress(OSError):
-            path.unlink()
 
 
 def _remove_unused(folder: Path) -> None:

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hone.config.run import ModelSection
-from hone.data.picture_processors import marks_of
+from hone.data.picture_processors import known_family
 from hone.data.pictures import PictureTokens, processor_files
 from hone.errors import DataError, first_line
 from hone.sizes import CHARACTER_SPECIALS
@@ -97,7 +97,7 @@ class Tokenizer:
     @property
     def picture_tokens(self) -> PictureTokens:
         """Those that stand for pictures. Raises DataError if the vocabulary or the processor has none."""
-        return PictureTokens.of(marks_of(self.processor), self.hf.get_vocab())
+        return PictureTokens.of(known_family(self.processor).marks, self.hf.get_vocab())
 
     def encode_prompts(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]:
         """Token ids of whole prompts, in one batch.

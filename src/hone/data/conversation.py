@@ -53,8 +53,12 @@ class ConversationReader:
         Raises:
             Unreadable: see above, a template that refuses the messages, or a character that cannot be spelled.
         """
-        text = self._chat_text(question, answer) if self.form == "chat" else self._plain_text(question, answer)
-        special = self.tokenizer.all_special_tokens if self.form == "chat" else ()
+        if self.form == "chat":
+            text, special = self._chat_text(question, answer), self.tokenizer.all_special_tokens
+        elif isinstance(question, str) and isinstance(answer, str):
+            text, special = question + answer, ()
+        else:
+            raise UnreadableConversation("got messages, but the reward model reads plain text")
         try:
             check_characters(text, self._alphabet, special=special)
         except DataError as error:
@@ -83,8 +87,3 @@ class ConversationReader:
             raise UnreadableConversation(str(error)) from error
         assert isinstance(text, str)
         return text
-
-    def _plain_text(self, question: str | Sequence[Message], answer: str | Sequence[Message]) -> str:
-        if not isinstance(question, str) or not isinstance(answer, str):
-            raise UnreadableConversation("got messages, but the reward model reads plain text")
-        return question + answer

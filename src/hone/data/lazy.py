@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hone
-from hone.config.derived import section_of
+from hone.config.derived import section_of, source_weights
 from hone.config.run import DataSection
 from hone.data.cache import DataCache, Say, key_of
-from hone.data.order import RowOrder, SourceRange, order_of
+from hone.data.order import RowOrder, SourceRange
 from hone.data.render import Malformed, as_text, column
-from hone.data.report import LoadProgress, LoadReport, Tally, nothing_left
+from hone.data.report import LoadProgress, LoadReport, Tally
 from hone.data.rows import FORMAT, SourceRows, open_rows
 from hone.data.sources import BadRow, DataSource, SourceRow
 from hone.errors import DataError
@@ -178,8 +178,13 @@ class LazyRows(Sequence[Item], Generic[Item]):
             yield from self.at(range(start, min(start + MADE_TOGETHER, len(self))))
 
     def order(self, data: DataSection, *, seed: int, in_rl: bool) -> RowOrder:
-        """As the run file orders training rows. Raises DataError as `RowOrder`."""
-        return order_of(data, self.sources, self.values, seed=seed, in_rl=in_rl)
+        """As the run file orders training rows. Pass rates are measured in stage rl; other stages shuffle then.
+
+        Raises DataError as `RowOrder`.
+        """
+        order = "shuffled" if data.order == "pass_rate" and not in_rl else data.order
+        weights, bounds = source_weights(data), data.pass_rate_bounds
+        return RowOrder(self.sources, seed=seed, order=order, weights=weights, values=self.values, bounds=bounds)
 
     def where(self, place: int) -> str:
         """File and line of the row at a place."""
@@ -246,8 +251,10 @@ def load_lazily(
         numbers = range(len(rows)) if sample is None else _sample_of(rows, sample)
         tally.of = len(rows) if len(numbers) < len(rows) else None
         columns = _index(rows, numbers, reading, tally, order_column, cache.say)
+        if not tally.read:
+            raise DataError(f"{source}: holds no rows (or `rows` selects none of them)")
         if not tally.kept:
-            raise DataError(nothing_left(tally.report()))
+            raise DataError(f"{tally.report()}. No row is left: raise data.max_prompt_tokens, or fix the rows.")
         if key is None or tally.of is not None or not reading.is_repeatable():
             return LazyRows(rows, reading, columns, tally.report())
         entry = cache.save(key, partial(_write, columns, tally.report()))

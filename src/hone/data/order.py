@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.config.derived import source_weights
-from hone.config.run import DataSection
 from hone.errors import DataError
 from hone.types import read_only
 
@@ -164,18 +162,6 @@ class RowOrder:
         return (positions * left + _hash(f"{self._seed}/{first}:{stop}") % both) // both
 
 
-def order_of(
-    data: DataSection, sources: Sequence[SourceRange], values: NDArray[np.float64] | None, *, seed: int, in_rl: bool
-) -> RowOrder:
-    """The order of `data.train`, as the run file says. Pass rates are measured in stage rl; other stages shuffle then.
-
-    Raises DataError as `RowOrder`.
-    """
-    order = "shuffled" if data.order == "pass_rate" and not in_rl else data.order
-    weights, bounds = source_weights(data), data.pass_rate_bounds
-    return RowOrder(sources, seed=seed, order=order, weights=weights, values=values, bounds=bounds)
-
-
 class _Epochs:
     """Every row once in each epoch."""
 
@@ -198,16 +184,13 @@ class _Epochs:
     def _rows(self, epoch: int) -> NDArray[np.uint32]:
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = None  # frees it first
-            self._epoch = epoch, self._sorted(epoch)
+            if self._order == "source":
+                rows = np.arange(self._size, dtype=np.uint32)
+            else:
+                rows = epoch_order(self._size, seed=self._key, epoch=epoch)
+                rows = rows if self._values is None else rows[np.argsort(self._values[rows], kind="stable")]
+            self._epoch = epoch, rows
         return self._epoch[1]
-
-    def _sorted(self, epoch: int) -> NDArray[np.uint32]:
-        if self._order == "source":
-            return np.arange(self._size, dtype=np.uint32)
-        rows = epoch_order(self._size, seed=self._key, epoch=epoch)
-        if self._values is None:
-            return rows
-        return rows[np.argsort(self._values[rows], kind="stable")]
 
 
 class _Round(NamedTuple):

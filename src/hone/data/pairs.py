@@ -83,16 +83,14 @@ class _PairReading(RowReading[PreferencePair]):
     def pair(self, values: Mapping[str, Any]) -> PreferencePair:
         """Raises Malformed, naming the column."""
         names = self.rm.chosen_column, self.rm.rejected_column
-        question = self.question(values)
+        if self.data.chat:
+            question = self.renderer.messages(column(values, self.data.prompt_column))
+        else:
+            question = self.renderer.render(values).text
         chosen, rejected = (self.conversation(question, values, name) for name in names)
         if chosen == rejected:
             raise Malformed(names[1], f"is the same as {names[0]}: such a pair prefers nothing")
         return PreferencePair(chosen, rejected, self.margin(values))
-
-    def question(self, values: Mapping[str, Any]) -> str | list[Message]:
-        if not self.data.chat:
-            return self.renderer.render(values).text
-        return self.renderer.messages(column(values, self.data.prompt_column))
 
     def conversation(self, question: str | list[Message], values: Mapping[str, Any], name: str) -> tuple[int, ...]:
         value = column(values, name)

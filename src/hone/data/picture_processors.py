@@ -48,7 +48,7 @@ class PictureProcessor(ABC):
     @staticmethod
     def of(files: Mapping[str, str], *, most_pixels: int) -> PictureProcessor:
         """From the files beside the model. Raises DataError for another family's processor."""
-        kind, keys = _known_family(files), _image_keys(files)
+        kind, keys = known_family(files), _image_keys(files)
         unusual = [name for name in ("do_resize", "do_rescale", "do_normalize") if keys.get(name) is False]
         if unusual:
             raise DataError(f"preprocessor_config.json: {unusual[0]} = false is not supported; set it to true.")
@@ -207,7 +207,7 @@ def family_of(files: Mapping[str, str]) -> type[PictureProcessor] | None:
     return next((kind for start, kind in PROCESSORS.items() if name.startswith(start)), None)
 
 
-def _known_family(files: Mapping[str, str]) -> type[PictureProcessor]:
+def known_family(files: Mapping[str, str]) -> type[PictureProcessor]:
     """As `family_of`. Raises DataError where that is None."""
     if (kind := family_of(files)) is not None:
         return kind
@@ -217,11 +217,6 @@ def _known_family(files: Mapping[str, str]) -> type[PictureProcessor]:
         f"pictures in prompts: {found}; those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL (Qwen2VLImageProcessor) and InternVL "
         "(GotOcr2ImageProcessor) are read. Take one of these models, or leave the pictures out."
     )
-
-
-def marks_of(files: Mapping[str, str]) -> PictureMarks:
-    """Of the processor that these files describe. Raises DataError for another family's."""
-    return _known_family(files).marks
 
 
 def stretched(image: Any, filter_: Any, *, size: tuple[int, int]) -> NDArray[Any]:

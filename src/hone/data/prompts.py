@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hone.config.run import DataSection, SftSection
 from hone.data.cache import DEFAULT_CACHE, DataCache
-from hone.data.chat import Message, Tokenizer, UnknownCharacter
+from hone.data.chat import Tokenizer, UnknownCharacter
 from hone.data.lazy import Facts, LazyRows, RowReading, SampleSize, load_lazily, or_problem, reading_of
 from hone.data.order import RowOrder
 from hone.data.pictures import BrokenPicture, with_picture_tokens
@@ -136,19 +136,6 @@ def shortened(ids: Sequence[int], data: DataSection) -> Sequence[int]:
     return [*ids[: limit - limit // 2], *ids[len(ids) - limit // 2 :]]
 
 
-@dataclass(frozen=True, slots=True)
-class _PromptDraft:
-    """A row that is well-formed and rendered, not yet tokenised."""
-
-    id: str
-    text: str
-    answer: Any
-    columns: dict[str, Any]
-    messages: tuple[Message, ...] | None
-    pictures: tuple[Picture, ...]
-    source: str
-
-
 class _PromptReading(RowReading[Prompt]):
     """Rows to prompts. Ids of rows that ask and answer the same are equal until they are
     `finished`, then the second is `...#2`."""
@@ -167,26 +154,30 @@ class _PromptReading(RowReading[Prompt]):
 
     def read(self, rows: Sequence[SourceRow]) -> list[Prompt | Malformed]:
         drafts = [or_problem(self.draft, row) for row in rows]
-        texts = [draft.text for draft in drafts if isinstance(draft, _PromptDraft)]
+        texts = [draft.text for draft in drafts if isinstance(draft, Prompt)]
         ids = iter(self.tokenizer.encode_prompts(texts, rendered=self.data.chat))
         return [draft if isinstance(draft, Malformed) else self.prompt(draft, next(ids)) for draft in drafts]
 
-    def draft(self, row: SourceRow) -> _PromptDraft:
-        """Raises Malformed, naming the column."""
+    def draft(self, row: SourceRow) -> Prompt:
+        """A prompt that is rendered, not yet tokenised. Raises Malformed, naming the column."""
         data, values = self.data, row.values
         rendered = self.renderer.render(values)
         text = spelled(self.tokenizer, rendered.text, data.prompt_column, rendered=data.chat)
         answer = column(values, data.answer_column) if data.answer_column is not None else rendered.answer
-        name = data.id_column
-        row_id = (
-            self.content_id(row, answer, rendered.pictures) if name is None else as_text(column(values, name), name)
-        )
+        if data.id_column is None:  # a hash of what the row asks and answers
+            asks = [*self.renderer.asks(values), *(picture.digest for picture in rendered.pictures)]
+            row_id = hashlib.blake2b(_JSON.encode([asks, answer]).encode(), digest_size=8).hexdigest()
+        else:
+            row_id = as_text(column(values, data.id_column), data.id_column)
         self._had_pictures |= bool(rendered.pictures)
         shown = {data.prompt_column, *data.image_columns}  # a reward sees pictures on the prompt
         others = {k: v for k, v in values.items() if k not in shown}
-        return _PromptDraft(row_id, text, answer, others, rendered.messages, rendered.pictures, row.source)
+        return Prompt(
+            row_id, 0, text, np.empty(0, np.int32), answer=answer, columns=others, messages=rendered.messages,
+            pictures=rendered.pictures, source=row.source,
+        )  # fmt: skip
 
-    def prompt(self, draft: _PromptDraft, whole: list[int]) -> Prompt | Malformed:
+    def prompt(self, draft: Prompt, whole: list[int]) -> Prompt | Malformed:
         ids, pictures, name = shortened(whole, self.data), draft.pictures, self.data.prompt_column
         if pictures:
             try:
@@ -195,16 +186,7 @@ class _PromptReading(RowReading[Prompt]):
                 return Malformed(name, str(error))
         if not ids:
             return Malformed(name, "the prompt is empty")
-        return Prompt(
-            draft.id, 0, draft.text, np.array(ids, np.int32), answer=draft.answer, columns=draft.columns,
-            messages=draft.messages, pictures=pictures, source=draft.source,
-        )  # fmt: skip
-
-    def content_id(self, row: SourceRow, answer: Any, pictures: Sequence[Picture]) -> str:
-        """A hash of what the row asks and answers."""
-        asks = [*self.renderer.asks(row.values), *(picture.digest for picture in pictures)]
-        content = _JSON.encode([asks, answer])
-        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        return replace(draft, token_ids=np.array(ids, np.int32), pictures=pictures)
 
     def facts(self, item: Prompt, row: SourceRow) -> Facts:
         row_id = int(item.id, 16) if self.data.id_column is None else hash_of(item.id.encode())

@@ -100,10 +100,3 @@ class LoadProgress:
 def on_stderr(line: str) -> None:
     """Shows a line about loading data where no run shows it."""
     print(line, file=sys.stderr, flush=True)
-
-
-def nothing_left(report: LoadReport) -> str:
-    """The message for a source that yields nothing to train on."""
-    if report.read == 0:
-        return f"{report.source}: holds no rows (or `rows` selects none of them)"
-    return f"{report}. No row is left: raise data.max_prompt_tokens, or fix the rows."

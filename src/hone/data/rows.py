@@ -129,7 +129,11 @@ def open_rows(source: DataSource, folder: Path, cache: DataCache) -> SourceRows:
     Raises:
         DataError: as `sources.read_rows`.
     """
-    found = [(number, part) for number, parts in enumerate(source.parts(folder)) for part in parts]
+    found = [
+        (number, part)
+        for number, one in enumerate(source.sources)
+        for part in parts_of(one.path, folder, one.split or source.split)
+    ]
     parts = [part for _, part in found]
     part = parse_slice(source.rows) if source.rows is not None else slice(None)
     from_the_end = min(part.start or 0, part.stop or 0) < 0
@@ -151,7 +155,11 @@ def open_rows(source: DataSource, folder: Path, cache: DataCache) -> SourceRows:
             keys.append(None)
         else:
             key = key_of("rows", FORMAT, _content_key(one, cache), left) if is_large else None
-            opened.append(_FileRows(_stored(one, left, key, cache), one))
+            entry = cache.find(key) if key is not None else None
+            if entry is None:
+                write = partial(_write, one, left, LoadProgress(f"reading {one.name}", cache.say))
+                entry = in_memory(write) if key is None else cache.save(key, write)
+            opened.append(_FileRows(entry, one))
             keys.append(key)
     chosen = range(*part.indices(sum(map(len, opened))))
     names = [one.name for one in parts]
@@ -263,17 +271,16 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
         yield start, stop
 
 
-def _num_bytes(part: DataFile | Dataset) -> int:
-    paths = [part.path] if isinstance(part, DataFile) else _dataset_files(part)
-    try:
-        return sum(path.stat().st_size for path in paths)
-    except OSError as error:
-        raise DataError(f"data {part.name}: cannot be read: {error}") from error
-
-
 def _is_large(parts: Sequence[DataFile | Dataset], cache: DataCache) -> bool:
     """Whether a source is memory-mapped and cached."""
-    is_large = sum(map(_num_bytes, parts)) >= cache.small_bytes
+    num_bytes = 0
+    for part in parts:
+        try:
+            paths = [part.path] if isinstance(part, DataFile) else _dataset_files(part)
+            num_bytes += sum(path.stat().st_size for path in paths)
+        except OSError as error:
+            raise DataError(f"data {part.name}: cannot be read: {error}") from error
+    is_large = num_bytes >= cache.small_bytes
     if is_large and find_spec("pyarrow") is None:
         lacking = "pyarrow is not installed, so the rows are read at every start and held in memory"
         cache.say(f"data {parts[0].name}: {lacking}")
@@ -309,16 +316,8 @@ def _content_key(part: DataFile | Dataset, cache: DataCache) -> str | None:
     return key_of("dataset", digests, str(part.rows.features), len(part.rows)) if digests else None
 
 
-def _stored(file: DataFile, limit: int | None, key: str | None, cache: DataCache) -> CacheEntry:
-    """The Arrow file of at most `limit` rows of a file, from the cache or made now."""
-    if key is not None and (found := cache.find(key)) is not None:
-        return found
-    write = partial(_write, file, limit, LoadProgress(f"reading {file.name}", cache.say))
-    return in_memory(write) if key is None else cache.save(key, write)
-
-
 def _write(file: DataFile, limit: int | None, progress: LoadProgress, sink: Any) -> Mapping[str, Any]:
-    """Write the rows of a file to an Arrow file."""
+    """Write at most `limit` rows of a file to an Arrow file."""
     import pyarrow
 
     batches = _as_they_are(file.path, limit) if file.kind == ".parquet" else _of_text(text_rows(file), limit)

@@ -83,21 +83,17 @@ class _ChatReading(RowReading[SftRow]):
         columns = [name for name in self.data.image_columns if name in values]  # those of prompts; rows may have none
         messages, pictures = self.renderer.with_pictures(messages, values, columns, self.name)
         self._had_pictures |= bool(pictures)
-        self._check_places(messages)
-        segments = segments_of(self.tokenizer, messages, self.name, clock=self.renderer.clock)
-        return tokenised(self.tokenizer, segments, self.name, pictures)
-
-    def _check_places(self, messages: Sequence[Message]) -> None:
-        """Raises Malformed for a picture behind an answer: what follows a prompt is computed as text."""
         answered = False
         for number, message in enumerate(messages, start=1):
             answered |= message["role"] == "assistant"
-            if answered and isinstance(message["content"], list):
+            if answered and isinstance(message["content"], list):  # what follows a prompt is computed as text
                 raise Malformed(
                     self.name,
                     f"message {number} has a picture, and an answer stands before it or is it; pictures must stand in "
                     "front of the first answer. Split the conversation into rows, one for each answer after a picture",
                 )
+        segments = segments_of(self.tokenizer, messages, self.name, clock=self.renderer.clock)
+        return tokenised(self.tokenizer, segments, self.name, pictures)
 
     def facts(self, item: SftRow, row: SourceRow) -> Facts:
         content = content_of(item)
@@ -168,23 +164,19 @@ def tokenised(
     if not prompt:
         raise Malformed(field, "the assistant speaks first, and the chat template puts nothing in front")
     for ids, (text, imitate) in zip(pieces[1:], segments[1:], strict=True):
-        stop = _length_with_end(tokenizer, ids, text) if imitate else 0
+        ends = [position for position, token in enumerate(ids, start=1) if token in tokenizer.eos_ids]
+        if imitate and not ends:
+            raise DataError(
+                f"sft.messages_column: the chat template ends the assistant's turn {text[-40:]!r} without an EOS token "
+                f"({tokenizer.hf.eos_token}), so a policy would not learn to stop. Name another template in "
+                "model.chat_template, or set the tokenizer's eos_token to what ends a turn."
+            )
+        stop = ends[-1] if imitate else 0
         response += ids
         mask += [position < stop for position in range(len(ids))]
     last = max(position for position, wanted in enumerate(mask) if wanted)
     targets = read_only(mask[: last + 1], np.bool_)
     return SftRow(read_only(prompt, np.int32), read_only(response[: last + 1], np.int32), targets, placed)
-
-
-def _length_with_end(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
-    ends = [position for position, token in enumerate(ids) if token in tokenizer.eos_ids]
-    if not ends:
-        raise DataError(
-            f"sft.messages_column: the chat template ends the assistant's turn {text[-40:]!r} without an EOS token "
-            f"({tokenizer.hf.eos_token}), so a policy would not learn to stop. Name another template in "
-            "model.chat_template, or set the tokenizer's eos_token to what ends a turn."
-        )
-    return ends[-1] + 1
 
 
 def _marked(

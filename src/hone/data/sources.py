@@ -10,7 +10,6 @@ import csv
 import gzip
 import importlib.util
 import io
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,14 +89,10 @@ class DataSource(NamedTuple):
     split: str
     """Of Hugging Face datasets that name none."""
     rows: str | None
-    """Of all sources together, as `read_rows` takes them."""
+    """Of all sources together: `start:stop` as in Python, either end optional; blank lines are no rows."""
 
     def __str__(self) -> str:
         return ", ".join(source.path for source in self.sources)
-
-    def parts(self, folder: Path) -> list[list[DataFile | Dataset]]:
-        """Files and datasets of each source, as `parts_of` finds them."""
-        return [parts_of(source.path, folder, source.split or self.split) for source in self.sources]
 
 
 def source_of(data: DataSection, part: Part, *, lacking: str) -> DataSource:
@@ -123,36 +118,47 @@ def source_labels(sources: Sequence[SourceSection]) -> tuple[str, ...]:
     return tuple(label.replace("/", "_") for label in labels)
 
 
-def read_rows(
-    source: str, folder: Path, *, split: str = "train", rows: str | None = None
-) -> Iterator[SourceRow | BadRow]:
+def read_rows(source: str, folder: Path, *, split: str = "train") -> Iterator[SourceRow | BadRow]:
     """Rows of a source in their own order, lazily.
 
     Args:
         source: a file of FILE_KINDS or a pattern of such files, relative to `folder`; a folder that `save_to_disk`
             made; or a Hugging Face dataset, `owner/name` or `owner/name:configuration`.
         split: of a Hugging Face dataset or a folder with splits; files have none.
-        rows: `start:stop` as in Python, either end optional; blank lines are no rows.
     Raises:
         DataError: the source is missing, of an unknown kind or unreadable as a whole.
     """
-    return _cut((row for part in parts_of(source, folder, split) for row in _rows_of(part)), rows)
+    for part in parts_of(source, folder, split):
+        if isinstance(part, Dataset):
+            for number, values in enumerate(part.rows, start=1):
+                yield SourceRow(f"{part.name} row {number}", values)
+        elif part.kind == ".parquet":
+            first = 1
+            for batch in parquet_batches(part.path):
+                yield from rows_of_batch(batch, part.name, first)
+                first += batch.num_rows
+        else:
+            for row in text_rows(part):
+                yield row_of(part.name, row)
 
 
 def parts_of(source: str, folder: Path, split: str) -> list[DataFile | Dataset]:
     """The files and datasets of a source, as `read_rows` describes it. Raises DataError."""
-    if (files := files_of(source, folder)) is not None:
-        return [*_files(files, source, folder)]
-    path = folder / Path(source).expanduser()
-    return [_saved_dataset(source, path, split) if is_saved_dataset(path) else _hub_dataset(source, path, split)]
-
-
-def _rows_of(part: DataFile | Dataset) -> Iterator[SourceRow | BadRow]:
-    if isinstance(part, Dataset):
-        return (SourceRow(f"{part.name} row {number}", values) for number, values in enumerate(part.rows, start=1))
-    if part.kind == ".parquet":
-        return _parquet_rows(part)
-    return (row_of(part.name, row) for row in text_rows(part))
+    if (files := files_of(source, folder)) is None:
+        path = folder / Path(source).expanduser()
+        return [_saved_dataset(source, path, split) if is_saved_dataset(path) else _hub_dataset(source, path, split)]
+    if not files:
+        raise DataError(f"data {source}: no file matches this pattern in {folder}")
+    found: list[DataFile | Dataset] = []
+    for name, path in files.items():
+        if not name.endswith(FILE_KINDS):
+            raise DataError(f"data file {name}: unknown kind. Use one of {', '.join(FILE_KINDS)}.")
+        if not path.is_file():
+            others = sorted(p.name for p in path.parent.glob("*") if p.name.endswith(FILE_KINDS))
+            beside = f" Data files there: {', '.join(others[:8])}." if others else ""
+            raise DataError(f"data file {source}: not found at {path}.{beside}")
+        found.append(DataFile(name, path, Path(name.removesuffix(".gz")).suffix))
+    return found
 
 
 def parse_slice(rows: str) -> slice:
@@ -163,29 +169,6 @@ def parse_slice(rows: str) -> slice:
     return slice(*(int(end) if end else None for end in match.groups()))
 
 
-def _cut(found: Iterator[SourceRow | BadRow], rows: str | None) -> Iterator[SourceRow | BadRow]:
-    if rows is None:
-        return found
-    part = parse_slice(rows)
-    if min(part.start or 0, part.stop or 0) < 0:  # counted from the end, so the end must be known
-        return iter(list(found)[part])
-    return itertools.islice(found, part.start, part.stop)
-
-
-def _files(files: Mapping[str, Path], source: str, folder: Path) -> Iterator[DataFile]:
-    """The files of a source, each named as in `files`."""
-    if not files:
-        raise DataError(f"data {source}: no file matches this pattern in {folder}")
-    for name, path in files.items():
-        if not name.endswith(FILE_KINDS):
-            raise DataError(f"data file {name}: unknown kind. Use one of {', '.join(FILE_KINDS)}.")
-        if not path.is_file():
-            others = sorted(p.name for p in path.parent.glob("*") if p.name.endswith(FILE_KINDS))
-            beside = f" Data files there: {', '.join(others[:8])}." if others else ""
-            raise DataError(f"data file {source}: not found at {path}.{beside}")
-        yield DataFile(name, path, Path(name.removesuffix(".gz")).suffix)
-
-
 def text_rows(file: DataFile) -> Iterator[TextRow]:
     """Rows of a .jsonl, .json or .csv file. Raises DataError where it cannot be read further."""
     return {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}[file.kind](file.path, file.name)
@@ -194,7 +177,18 @@ def text_rows(file: DataFile) -> Iterator[TextRow]:
 def row_of(name: str, row: TextRow) -> SourceRow | BadRow:
     """What a row of a text file holds; `name` is the file's."""
     where = f"{name}:{row.line}"
-    return BadRow(where, row.problem) if row.problem else _json_row(where, row.text)
+    if row.problem:
+        return BadRow(where, row.problem)
+    try:
+        values = _DECODER.decode(row.text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return BadRow(where, f"not UTF-8: byte {row.text[error.start]:#04x} at byte {error.start + 1} of the line")
+    except json.JSONDecodeError as error:
+        return BadRow(where, f"malformed JSON at character {error.pos + 1}: {error.msg}")
+    except (ValueError, RecursionError) as error:
+        return BadRow(where, f"malformed JSON: {error}")
+    problem = _no_object(values, "line")
+    return BadRow(where, problem) if problem else SourceRow(where, values)
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -281,24 +275,13 @@ def _csv_rows(path: Path, name: str) -> Iterator[TextRow]:
         raise DataError(f"data file {path}: cannot be read to its end: {error}") from error
 
 
-def _json_row(where: str, line: bytes) -> SourceRow | BadRow:
-    try:
-        values = _DECODER.decode(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return BadRow(where, f"not UTF-8: byte {line[error.start]:#04x} at byte {error.start + 1} of the line")
-    except json.JSONDecodeError as error:
-        return BadRow(where, f"malformed JSON at character {error.pos + 1}: {error.msg}")
-    except (ValueError, RecursionError) as error:
-        return BadRow(where, f"malformed JSON: {error}")
-    problem = _no_object(values, "line")
-    return BadRow(where, problem) if problem else SourceRow(where, values)
-
-
 def _no_object(values: Any, what: str) -> str:
     """What is wrong with a value that must be an object; empty for one."""
     if isinstance(values, dict):
         return ""
-    return f'got {_json_kind(values)}; each {what} must be an object such as {{"prompt": "..."}}'
+    kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    kind = kinds.get(type(values), "a number")
+    return f'got {kind}; each {what} must be an object such as {{"prompt": "..."}}'
 
 
 def _refuse_constant(name: str) -> float:
@@ -306,18 +289,6 @@ def _refuse_constant(name: str) -> float:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def _json_kind(value: Any) -> str:
-    kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
-
-
-def _parquet_rows(file: DataFile) -> Iterator[SourceRow | BadRow]:
-    first = 1
-    for batch in parquet_batches(file.path):
-        yield from rows_of_batch(batch, file.name, first)
-        first += batch.num_rows
 
 
 def rows_of_batch(batch: Any, name: str, first: int) -> list[SourceRow | BadRow]:
