@@ -13,7 +13,6 @@ front, or other white space.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
@@ -166,16 +165,16 @@ class OpenRlhfRequest(Foreign):
         """What is to be scored; where prompt and response cannot be separated, an error that says so."""
         num = len(self.query)
         rows = zip(self.query, self.prompts or [""] * num, self.labels or [None] * num, strict=True)
-        return [_item_of_query(f"item-{number}", *row) for number, row in enumerate(rows)]
-
-
-def _item_of_query(name: str, query: str, prompt: str, label: Any) -> Item | ItemResult:
-    response = response_of(query, prompt)
-    if response is None:
-        detail = f"the query does not begin with its prompt, so its response is not known: {query[:40]!r}"
-        error = ItemError(fault="data", retryable=False, detail=printable(detail))
-        return ItemResult(id=name, status="error", score=None, error=error)
-    return Item(id=name, prompt=prompt, solution_str=response, ground_truth=_object_of(label))
+        found: list[Item | ItemResult] = []
+        for number, (query, prompt, label) in enumerate(rows):
+            name, response = f"item-{number}", response_of(query, prompt)
+            if response is not None:
+                found.append(Item(id=name, prompt=prompt, solution_str=response, ground_truth=_object_of(label)))
+                continue
+            detail = f"the query does not begin with its prompt, so its response is not known: {query[:40]!r}"
+            error = ItemError(fault="data", retryable=False, detail=printable(detail))
+            found.append(ItemResult(id=name, status="error", score=None, error=error))
+        return found
 
 
 def response_of(query: str, prompt: str) -> str | None:
@@ -236,20 +235,6 @@ class OpenRlhfReply(BaseModel):
     extra_logs: dict[str, list[FiniteFloat]]
 
 
-def openrlhf_reply(results: Sequence[ItemResult], components: Sequence[str], constant: float | None) -> OpenRlhfReply:
-    """
-    Args:
-        components: names of the components that have a weight; each has a score wherever the whole has.
-        constant: stands for the score of what could not be scored.
-    Raises:
-        Problem: something could not be scored, and there is no constant.
-    """
-    scores = [scored_or(result, constant) for result in results]
-    logs = {f"{name}_score": [_part_or(result, name, constant) for result in results] for name in components}
-    logs["model_fault"] = [float("model_fault" in result.flags) for result in results]
-    return OpenRlhfReply(rewards=scores, scores=scores, extra_logs=logs)
-
-
 class SlimeRequest(Foreign):
     """The body of `POST /slime`."""
 
@@ -260,13 +245,6 @@ class SlimeRequest(Foreign):
     def item(self) -> Item:
         response = without_end(self.response)
         return Item(id="item-0", prompt=self.prompt, solution_str=response, ground_truth=_object_of(self.label))
-
-
-def slime_reply(result: ItemResult, constant: float | None) -> dict[str, float]:
-    """What slime takes as the reward itself: `--reward-key score`. Raises HttpProblem like `openrlhf_reply`."""
-    weighted = [name for name, part in result.components.items() if part.weight]
-    parts = {f"{name}_score": _part_or(result, name, constant) for name in weighted}
-    return {**parts, "score": scored_or(result, constant)}
 
 
 def scored_or(result: ItemResult, constant: float | None) -> float:
@@ -282,7 +260,8 @@ def scored_or(result: ItemResult, constant: float | None) -> float:
     raise HttpProblem(503, "unscored", detail, retryable=True, retry_after_s=1)
 
 
-def _part_or(result: ItemResult, name: str, constant: float | None) -> float:
+def part_or(result: ItemResult, name: str, constant: float | None) -> float:
+    """A component's score, else as `scored_or`."""
     part = result.components.get(name)
     return part.score if part is not None and part.score is not None else scored_or(result, constant)
 

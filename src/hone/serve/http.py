@@ -20,7 +20,7 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -261,28 +261,9 @@ class RequestGuard:
 
     def _admit(self, scope: Scope, exchange: _Exchange) -> None:
         path = scope["path"]
-        self._refuse_pages(exchange.headers)
-        if path not in self._open and not self._tokens.accepts(exchange.headers.get(b"authorization", b"")):
-            raise HttpProblem(401, "unauthorized", "send one of the server's tokens: Authorization: Bearer TOKEN")
-        if scope["method"] != "POST" or path in _HEALTH:
-            return
-        if self._lifecycle.phase == "draining":
-            raise HttpProblem(503, "draining", "the server is going down", retryable=True, retry_after_s=5, close=True)
-        if self._lifecycle.phase == "starting":
-            raise HttpProblem(503, "starting", "the server is not ready yet", retryable=True, retry_after_s=2)
-        kind = exchange.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind != b"application/json":
-            shown = kind.decode("latin-1")[:60] or "nothing"
-            raise HttpProblem(415, "not-json", f"send Content-Type: application/json (got {shown})", close=True)
-        if exchange.headers.get(b"content-encoding", b"identity").lower() not in (b"identity", b"gzip"):
-            raise HttpProblem(415, "unknown-encoding", "Content-Encoding may be gzip or identity", close=True)
-        length = exchange.headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
-            raise self._too_large()
-
-    def _refuse_pages(self, headers: Mapping[bytes, bytes]) -> None:
-        """A web page must not ask through its reader's browser: directly (`Origin`), or as a name that was made to mean
-        this machine's address (`Host`)."""
+        headers = exchange.headers
+        # A web page must not ask through its reader's browser: as a name that was made to mean this machine's address
+        # (`Host`), or directly (`Origin`).
         host = _host_of(b"//" + headers.get(b"host", b"localhost"))
         if not (self._any_host or host == "localhost" or _is_address(host) or host in self._allowed_hosts):
             detail = "this server is not known by that name; ask it by its address, or start it with --allowed-host"
@@ -290,6 +271,23 @@ class RequestGuard:
         if b"origin" in headers and _host_of(headers[b"origin"]) not in self._allowed_hosts:
             detail = "web pages may not ask this server; start it with --allowed-host to let those of a host"
             raise HttpProblem(403, "unknown-origin", detail, close=True)
+        if path not in self._open and not self._tokens.accepts(headers.get(b"authorization", b"")):
+            raise HttpProblem(401, "unauthorized", "send one of the server's tokens: Authorization: Bearer TOKEN")
+        if scope["method"] != "POST" or path in _HEALTH:
+            return
+        if self._lifecycle.phase == "draining":
+            raise HttpProblem(503, "draining", "the server is going down", retryable=True, retry_after_s=5, close=True)
+        if self._lifecycle.phase == "starting":
+            raise HttpProblem(503, "starting", "the server is not ready yet", retryable=True, retry_after_s=2)
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            shown = kind.decode("latin-1")[:60] or "nothing"
+            raise HttpProblem(415, "not-json", f"send Content-Type: application/json (got {shown})", close=True)
+        if headers.get(b"content-encoding", b"identity").lower() not in (b"identity", b"gzip"):
+            raise HttpProblem(415, "unknown-encoding", "Content-Encoding may be gzip or identity", close=True)
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            raise self._too_large()
 
     async def _with_body(self, scope: Scope, receive: Receive, exchange: _Exchange) -> Receive:
         """A `receive` that gives the whole body at once, inflated, and then waits for the client to hang up."""
@@ -297,7 +295,8 @@ class RequestGuard:
             return receive
         try:
             async with asyncio.timeout(self._body_timeout_s):
-                body = await self._read(receive, gzipped=exchange.gzipped)
+                is_gzip = exchange.headers.get(b"content-encoding", b"").lower() == b"gzip"
+                body = await self._read(_inflated(_chunks(receive)) if is_gzip else _chunks(receive))
         except TimeoutError:
             raise HttpProblem(
                 408, "body-too-slow", "the body did not arrive in time", retryable=True, close=True
@@ -309,8 +308,7 @@ class RequestGuard:
 
         return receive_whole
 
-    async def _read(self, receive: Receive, *, gzipped: bool) -> bytes:
-        parts = _inflated(_chunks(receive)) if gzipped else _chunks(receive)
+    async def _read(self, parts: AsyncIterator[bytes]) -> bytes:
         body = bytearray()
         async for part in parts:
             body += part
@@ -335,10 +333,6 @@ class _Exchange:
         self.status, self.started = 0, False
         self._send, self._began = send, time.monotonic()
         scope.setdefault("state", {})["request_id"] = self.request_id
-
-    @property
-    def gzipped(self) -> bool:
-        return self.headers.get(b"content-encoding", b"").lower() == b"gzip"
 
     def answered(self, method: str, route: str) -> Answered:
         """For the log; what its sender named by an id will be looked for there."""

@@ -88,7 +88,7 @@ class PolicyService:
         self._policy: Policy | None = None
         self._reader: PromptReader | None = None
         self._waiting = 0
-        self._is_asleep = False
+        self.is_asleep = False
         self._moving = asyncio.Lock()
         self._created = int(time.time())
         self.metrics = PolicyMetrics(
@@ -117,7 +117,7 @@ class PolicyService:
         """Give the device's memory back once everything that is being drawn is: what is asked from now on is refused
         (503). Weights wait on the host."""
         async with self._moving:
-            self._is_asleep = True
+            self.is_asleep = True
             while self._waiting:
                 await asyncio.sleep(SLEEP_POLL_S)
             await self.policy.engine.sleep()
@@ -128,11 +128,7 @@ class PolicyService:
         async with self._moving:
             await asyncio.to_thread(self.policy.move, True)
             await self.policy.engine.wake()
-            self._is_asleep = False
-
-    @property
-    def is_asleep(self) -> bool:
-        return self._is_asleep
+            self.is_asleep = False
 
     @property
     def policy(self) -> Policy:
@@ -161,7 +157,7 @@ class PolicyService:
     async def complete(self, asked: CompletionRequest) -> CompletionReply:
         """Answer `/v1/completions`. Raises OpenAIProblem."""
         prompts = await self.reader.read(asked)
-        drawn = await self._sample(asked, prompts, asked.max_tokens)
+        drawn, seed = await self._sample(asked, prompts, asked.max_tokens)
         choices = [
             CompletionChoice(
                 **self._choice(asked, number * asked.n + place, sample),
@@ -169,25 +165,25 @@ class PolicyService:
                 logprobs=self._logprobs(_tokens(sample)) if asked.logprobs is not None else None,
                 prompt_token_ids=prompt.token_ids.tolist() if asked.return_token_ids else None,
             )
-            for number, (prompt, samples) in enumerate(zip(prompts, drawn.samples, strict=True))
+            for number, (prompt, samples) in enumerate(zip(prompts, drawn, strict=True))
             for place, sample in enumerate(samples)
         ]
-        return CompletionReply(choices=choices, **self._reply("cmpl", prompts, drawn))
+        return CompletionReply(choices=choices, **self._reply("cmpl", prompts, drawn, seed))
 
     async def chat(self, asked: ChatRequest) -> ChatReply:
         """Answer `/v1/chat/completions`. Raises OpenAIProblem."""
         prompt = await self.reader.read_chat(asked)
-        drawn = await self._sample(asked, [prompt], _chat_limit(asked))
+        drawn, seed = await self._sample(asked, [prompt], _chat_limit(asked))
         choices = [
             ChatChoice(
                 **self._choice(asked, number, sample),
                 message=AnswerMessage(content=_answer_text(sample, asked)),
                 logprobs=self._chat_logprobs(_tokens(sample)) if asked.logprobs else None,
             )
-            for number, sample in enumerate(drawn.samples[0])
+            for number, sample in enumerate(drawn[0])
         ]
         shown = prompt.token_ids.tolist() if asked.return_token_ids else None
-        return ChatReply(choices=choices, prompt_token_ids=shown, **self._reply("chatcmpl", [prompt], drawn))
+        return ChatReply(choices=choices, prompt_token_ids=shown, **self._reply("chatcmpl", [prompt], drawn, seed))
 
     async def stream_completion(self, asked: CompletionRequest) -> AsyncGenerator[CompletionChunk, None]:
         """Answer `/v1/completions` piece by piece. Raises OpenAIProblem, before the first piece if it can."""
@@ -261,10 +257,12 @@ class PolicyService:
 
     # ---- samples
 
-    async def _sample(self, asked: SamplingRequest, prompts: Sequence[Prompt], max_tokens: int | None) -> Drawn:
-        """Samples for each prompt."""
+    async def _sample(
+        self, asked: SamplingRequest, prompts: Sequence[Prompt], max_tokens: int | None
+    ) -> tuple[list[tuple[Sample, ...]], int]:
+        """The samples of each prompt, and the seed that they were drawn with."""
         sampling, seed = self._sampling(asked, prompts, max_tokens)
-        return Drawn(await self._draw(prompts, sampling, num_samples=asked.n, seed=seed), seed)
+        return await self._draw(prompts, sampling, num_samples=asked.n, seed=seed), seed
 
     def _sampling(
         self, asked: SamplingRequest, prompts: Sequence[Prompt], max_tokens: int | None
@@ -275,15 +273,23 @@ class PolicyService:
         longest = max(len(prompt.token_ids) for prompt in prompts)
         room = self.policy.context_tokens - longest
         if (max_tokens or 1) > room:
-            raise self._overflow(longest, max_tokens)
-        return _sampling(asked, max_tokens or room), asked.seed if asked.seed is not None else secrets.randbits(48)
-
-    def _overflow(self, prompt_tokens: int, max_tokens: int | None) -> OpenAIProblem:
-        context = self.policy.context_tokens
-        wanted = f"max_tokens {max_tokens}" if max_tokens else "at least 1 for the answer"
-        total = prompt_tokens + (max_tokens or 1)
-        detail = f"prompt {prompt_tokens} + {wanted} = {total} tokens, more than the context of {context}"
-        return OpenAIProblem(400, "context-length-exceeded", detail, param="max_tokens" if max_tokens else None)
+            wanted = f"max_tokens {max_tokens}" if max_tokens else "at least 1 for the answer"
+            total, context = longest + (max_tokens or 1), self.policy.context_tokens
+            detail = f"prompt {longest} + {wanted} = {total} tokens, more than the context of {context}"
+            raise OpenAIProblem(400, "context-length-exceeded", detail, param="max_tokens" if max_tokens else None)
+        try:
+            sampling = Sampling(
+                max_tokens=max_tokens or room,
+                temperature=1.0 if asked.temperature is None else asked.temperature,
+                top_k=max(0, asked.top_k or 0),
+                top_p=1.0 if asked.top_p is None else asked.top_p,
+                min_p=asked.min_p or 0.0,
+                stop=asked.stop_texts,
+                stop_token_ids=tuple(asked.stop_token_ids or ()),
+            )
+        except ValueError as error:
+            raise OpenAIProblem(400, "bad-request", str(error)) from error
+        return sampling, asked.seed if asked.seed is not None else secrets.randbits(48)
 
     async def _draw(
         self,
@@ -299,7 +305,7 @@ class PolicyService:
         All prompts are one engine's batch; cancelling frees its rows.
         """
         count = len(prompts) * num_samples
-        if self._is_asleep:
+        if self.is_asleep:
             detail = "the model's memory is in use by another role until /wake_up"
             raise OpenAIProblem(503, "asleep", detail, retryable=True, retry_after_s=RETRY_AFTER_S)
         if self._waiting and self._waiting + count > self._max_waiting:
@@ -333,15 +339,17 @@ class PolicyService:
 
     # ---- replies
 
-    def _reply(self, kind: str, prompts: Sequence[Prompt], drawn: Drawn) -> dict[str, Any]:
-        samples = [sample for group in drawn.samples for sample in group]
+    def _reply(
+        self, kind: str, prompts: Sequence[Prompt], drawn: Sequence[tuple[Sample, ...]], seed: int
+    ) -> dict[str, Any]:
+        samples = [sample for group in drawn for sample in group]
         return {
             "id": f"{kind}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": self.policy.name,
             "usage": _usage(prompts, sum(len(sample.token_ids) for sample in samples)),
             "weight_version": max(sample.versions[-1].version for sample in samples),
-            "seed": drawn.seed,
+            "seed": seed,
         }
 
     def _choice(self, asked: SamplingRequest, index: int, sample: Sample) -> dict[str, Any]:
@@ -369,14 +377,6 @@ class PolicyService:
         return [backend.decode([token], skip_special_tokens=False) for token in ids]
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """The samples of each prompt, and the seed that they were drawn with."""
-
-    samples: list[tuple[Sample, ...]]
-    seed: int
-
-
 def _tokens(sample: Sample) -> list[Token]:
     per_token = zip(sample.token_ids.tolist(), sample.sampler_logprobs.tolist(), sample.token_versions(), strict=True)
     return [Token(sample.index, place, *values) for place, values in enumerate(per_token)]
@@ -390,21 +390,6 @@ def _usage(prompts: Sequence[Prompt], tokens: int) -> Usage:
 def _chat_limit(asked: ChatRequest) -> int | None:
     limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
     return min(limits, default=None)
-
-
-def _sampling(asked: SamplingRequest, max_tokens: int) -> Sampling:
-    try:
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_k=max(0, asked.top_k or 0),
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            min_p=asked.min_p or 0.0,
-            stop=asked.stop_texts,
-            stop_token_ids=tuple(asked.stop_token_ids or ()),
-        )
-    except ValueError as error:
-        raise OpenAIProblem(400, "bad-request", str(error)) from error
 
 
 def _answer_text(sample: Sample, asked: SamplingRequest) -> str:

@@ -7,7 +7,7 @@ but the pointer, and no internals.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -44,15 +44,11 @@ class ProblemBody(BaseModel):
     errors: list[ProblemError]
 
 
-def _schema() -> dict[str, Any]:
-    """The body's schema in one piece, for a description that knows nothing of `$defs`."""
-    schema = ProblemBody.model_json_schema()
-    schema["properties"]["errors"]["items"] = schema.pop("$defs")["ProblemError"]
-    return schema
-
-
+_SCHEMA = ProblemBody.model_json_schema()
+"""In one piece, for a description that knows nothing of `$defs`."""
+_SCHEMA["properties"]["errors"]["items"] = _SCHEMA.pop("$defs")["ProblemError"]
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    codes: {"description": meaning, "content": {MEDIA_TYPE: {"schema": _schema()}}}
+    codes: {"description": meaning, "content": {MEDIA_TYPE: {"schema": _SCHEMA}}}
     for codes, meaning in (("4XX", "The request is wrong."), ("5XX", "It cannot be answered now."))
 }
 """For the OpenAPI description of a route."""
@@ -131,18 +127,11 @@ def _starlettes(request: Request, error: Exception) -> Response:
 
 def _refused_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    errors = [(_pointer(details["loc"]), _what(details)) for details in error.errors()]
+    errors: list[tuple[str, str]] = []
+    for details in error.errors():
+        pointer = "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in details["loc"][1:])
+        is_unknown = details["type"] == "extra_forbidden"
+        errors.append((pointer, "unknown field" if is_unknown else details["msg"].removeprefix("Value error, ")))
     first = f"{errors[0][0].lstrip('/') or 'body'}: {errors[0][1]}" if errors else "the body does not fit"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return HttpProblem(422, "unprocessable-body", first + more, errors=errors).response(request.state.request_id)
-
-
-def _what(details: Mapping[str, Any]) -> str:
-    return (
-        "unknown field" if details["type"] == "extra_forbidden" else str(details["msg"]).removeprefix("Value error, ")
-    )
-
-
-def _pointer(location: Sequence[str | int]) -> str:
-    """`/items/3/id` of FastAPI's ("body", "items", 3, "id"), escaped as RFC 6901 says."""
-    return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in location[1:])

@@ -120,10 +120,6 @@ class RateEstimate:
     """Busy seconds and items finished, both decaying with time, as many may finish at one moment."""
     _since: float = 0.0
 
-    @property
-    def per_item_s(self) -> float:
-        return self._seconds / self._items if self._items else 0.0
-
     def begin(self) -> None:
         """Work arrived at an empty queue."""
         self._since = time.monotonic()
@@ -139,7 +135,8 @@ class RateEstimate:
     def wait_s(self, items_in_front: int, items_running: int) -> float:
         """Estimate for the last of them. A long time without a result counts too, as if all were about to finish."""
         stalled = (time.monotonic() - self._since) / items_running if items_running else 0.0
-        return items_in_front * max(self.per_item_s, stalled)
+        per_item_s = self._seconds / self._items if self._items else 0.0
+        return items_in_front * max(per_item_s, stalled)
 
 
 class ScoreQueue:

@@ -31,9 +31,8 @@ from hone.serve.foreign import (
     OpenRlhfRequest,
     SlimeRequest,
     flat_result,
-    openrlhf_reply,
+    part_or,
     scored_or,
-    slime_reply,
 )
 from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, guarded_app, refuse_open_door, while_connected
 from hone.serve.problem import HttpProblem
@@ -115,7 +114,9 @@ class RewardServer:
         allowed = self._settings.allow_request_weights
         weights = body.wanted_weights() if allowed and reward is None else {}
         items = body.all_items()
-        results = await self._score(request, RewardRequest(reward=reward, items=_with_own_ids(items)), weights or None)
+        # Numbered, since callers of foreign routes may use an id twice.
+        numbered = [item.model_copy(update={"id": f"item-{number}"}) for number, item in enumerate(items)]
+        results = await self._score(request, RewardRequest(reward=reward, items=numbered), weights or None)
         results = [result.model_copy(update={"id": item.id}) for result, item in zip(results, items, strict=True)]
         warnings = body.warnings(weights_allowed=allowed)
         if body.items is not None:
@@ -130,19 +131,27 @@ class RewardServer:
         to_score = [item for item in items if isinstance(item, Item)]
         scored = iter(await self._score(request, RewardRequest(reward=reward, items=to_score)))
         results = [next(scored) if isinstance(item, Item) else item for item in items]
+        constant = self._settings.unscored_constant
+        scores = [scored_or(result, constant) for result in results]
+        # A component that has a weight has a score wherever the whole has.
         weighted = [name for name, weight in self._scoring.asked(reward).weights.items() if weight]
-        reply = openrlhf_reply(results, weighted, self._settings.unscored_constant)
-        return _json(reply.model_dump_json().encode())
+        logs = {f"{name}_score": [part_or(result, name, constant) for result in results] for name in weighted}
+        logs["model_fault"] = [float("model_fault" in result.flags) for result in results]
+        return _json(OpenRlhfReply(rewards=scores, scores=scores, extra_logs=logs).model_dump_json().encode())
 
     async def slime(self, body: SlimeRequest, request: Request, reward: Named = None) -> Response:
         """slime's remote reward model (`--rm-type remote_rm`, with `--reward-key score`)."""
         (result,) = await self._score(request, RewardRequest(reward=reward, items=[body.item()]))
-        return _json(encode_json(slime_reply(result, self._settings.unscored_constant)))
+        constant = self._settings.unscored_constant
+        weighted = [name for name, part in result.components.items() if part.weight]
+        parts = {f"{name}_score": part_or(result, name, constant) for name in weighted}
+        return _json(encode_json({**parts, "score": scored_or(result, constant)}))
 
     async def _score(
         self, request: Request, body: RewardRequest, weights: dict[str, float] | None = None
     ) -> list[ItemResult]:
-        return await while_connected(request, self._scoring.score(body, client=_client(request), weights=weights))
+        client = request.headers.get("authorization") or (request.client.host if request.client else "")
+        return await while_connected(request, self._scoring.score(body, client=client, weights=weights))
 
     # ---- state
 
@@ -181,21 +190,6 @@ class RewardServer:
         return PlainTextResponse(self._scoring.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-class _Warmed:
-    """The scoring service, started with an item scored before it counts as ready."""
-
-    def __init__(self, scoring: ScoringService, warm_up: Item | None) -> None:
-        self._scoring, self._warm_up = scoring, warm_up
-
-    async def start(self) -> None:
-        await self._scoring.start()
-        if self._warm_up is not None:
-            await self._scoring.warm_up(self._warm_up)
-
-    async def close(self) -> None:
-        await self._scoring.close()
-
-
 def run(loaded: Loaded, http: HttpSettings, settings: ScoringSettings, *, warm_up: Path | None = None) -> None:
     """Serve a file's rewards until a signal ends it.
 
@@ -205,7 +199,13 @@ def run(loaded: Loaded, http: HttpSettings, settings: ScoringSettings, *, warm_u
         ConfigError: rewards that cannot be had, an open door, a warm-up item that is none.
         RewardError: the warm-up item could not be scored.
     """
-    item = _read_item(warm_up) if warm_up is not None else None
+    item = None
+    if warm_up is not None:
+        try:
+            item = Item.model_validate({"id": "warm-up", **decode_json(warm_up.read_bytes())})
+        except (OSError, ValueError, TypeError) as error:
+            what = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
+            raise ConfigError([f"--warm-up {warm_up}: not an item of /v1/rewards: {what}"]) from None
     tokens = BearerTokens(http)
     refuse_open_door(http, tokens)
     asyncio.run(_run(loaded, http, settings, tokens, item))
@@ -215,27 +215,9 @@ async def _run(
     loaded: Loaded, http: HttpSettings, settings: ScoringSettings, tokens: BearerTokens, warm_up: Item | None
 ) -> None:
     lifecycle = Lifecycle()
-    scoring = ScoringService(loaded, settings)
+    scoring = ScoringService(loaded, settings, warm_up)
     app = RewardServer(scoring, settings, lifecycle).app(http, tokens)
-    await serve(app, _Warmed(scoring, warm_up), lifecycle, http, name=NAME)
-
-
-def _read_item(path: Path) -> Item:
-    try:
-        return Item.model_validate({"id": "warm-up", **decode_json(path.read_bytes())})
-    except (OSError, ValueError, TypeError) as error:
-        what = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
-        raise ConfigError([f"--warm-up {path}: not an item of /v1/rewards: {what}"]) from None
-
-
-def _with_own_ids(items: list[Item]) -> list[Item]:
-    """Numbered, since callers of foreign routes may use an id twice."""
-    return [item.model_copy(update={"id": f"item-{number}"}) for number, item in enumerate(items)]
-
-
-def _client(request: Request) -> str:
-    """Identity of the client: its token, else its address."""
-    return request.headers.get("authorization") or (request.client.host if request.client else "")
+    await serve(app, scoring, lifecycle, http, name=NAME)
 
 
 def _json(content: bytes, status: int = 200) -> Response:

@@ -54,7 +54,8 @@ async def serve(app: FastAPI, service: Servable, lifecycle: Lifecycle, settings:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # a server's log is its stderr
     log.setLevel(logging.INFO)
     listener = _listen(settings)
-    _say(f"{name}: listening on {_url(settings.host, listener)}")
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    _say(f"{name}: listening on http://{host}:{listener.getsockname()[1]}")
     if not (settings.token_env or settings.token_file):
         log.warning("no token: every program of this machine may ask; --token-file or --token-env bounds that")
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False, ws="none")
@@ -140,10 +141,6 @@ def _listen(settings: HttpSettings) -> socket.socket:
             "Stop what is there, or choose another port (--port 0 takes a free one)."
         ) from None
     return listener
-
-
-def _url(host: str, listener: socket.socket) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 class Connection(H11Protocol):

@@ -27,7 +27,6 @@ from hone.reward.shown import picture_of
 from hone.reward.signature import Range
 from hone.reward.strict_json import printable
 from hone.reward.wire import (
-    ComponentResult,
     Disagreement,
     Item,
     ItemError,
@@ -39,7 +38,7 @@ from hone.reward.wire import (
 )
 from hone.serve.metrics import RewardMetrics
 from hone.serve.problem import HttpProblem
-from hone.serve.queue import ScoreCache, ScoreClaim, ScoredGroup, ScoreQueue, batched
+from hone.serve.queue import ScoreCache, ScoreClaim, ScoreQueue, batched
 from hone.serve.settings import ScoringSettings
 from hone.types import Fault, Picture, Score
 
@@ -69,18 +68,18 @@ class _GroupClaims:
     work: Work
     by_component: dict[str, ScoreClaim]
 
-    def scores(self) -> dict[str, ScoredGroup]:
-        """Finished scores by component."""
-        found = {name: part.result() for name, part in self.by_component.items()}
-        return {name: done for name, done in found.items() if done is not None}
-
 
 class ScoringService:
     """Scores the items of requests by the rewards of a run file. Started and closed by `running.serve`."""
 
-    def __init__(self, loaded: Loaded, settings: ScoringSettings) -> None:
-        """Raises ConfigError for rewards that cannot be made."""
-        self._loaded, self._settings = loaded, settings
+    def __init__(self, loaded: Loaded, settings: ScoringSettings, warm_up: Item | None = None) -> None:
+        """
+        Args:
+            warm_up: an item that `start` scores as a request would.
+        Raises:
+            ConfigError: rewards that cannot be made.
+        """
+        self._loaded, self._settings, self._warm_up = loaded, settings, warm_up
         # The trainer bounds unscored samples: a service answers for each item.
         section = loaded.config.reward.model_copy(update={"max_unscored_frac": 1.0})
         self._rewards = Rewards.from_config(section, loaded.run_file.parent, window_samples=1)
@@ -109,18 +108,17 @@ class ScoringService:
         )
 
     async def start(self) -> None:
-        """Start the scorers. Raises ConfigError for those that fail to."""
+        """Start the scorers. Raises ConfigError for those that fail to, and RewardError for a warm-up item without a
+        score."""
         self.fingerprint = await asyncio.to_thread(fingerprint, self._loaded)
         await self._rewards.start()
+        if self._warm_up is not None:
+            (result,) = await self.score(RewardRequest(items=[self._warm_up]), client="warm-up")
+            if (error := result.error) is not None:
+                raise RewardError(f"the warm-up item was not scored: {error.fault} fault: {error.detail}")
 
     async def close(self) -> None:
         await self._rewards.close()
-
-    async def warm_up(self, item: Item) -> None:
-        """Score an item as a request would. Raises RewardError when it has no score."""
-        (result,) = await self.score(RewardRequest(items=[item]), client="warm-up")
-        if result.error is not None:
-            raise RewardError(f"the warm-up item was not scored: {result.error.fault} fault: {result.error.detail}")
 
     def asked(self, name: str | None, weights: Mapping[str, float] | None = None) -> RewardSpec:
         """The named reward, or the weighted whole.
@@ -181,7 +179,12 @@ class ScoringService:
                 del self._of_client[client]
         if num_late and num_late == len(request.items):
             raise HttpProblem(504, "deadline", f"nothing was scored within {timeout_s:g} s", retryable=True)
-        return self._with_all_parts([results[place] for place in range(len(request.items))], asked)
+        # The same metric names in every result, null where an item has none of that name.
+        names = [f"{name}_{part}" for name in asked.weights for part in self._parts[name]]
+        return [
+            result.model_copy(update={"metrics": {name: result.metrics.get(name) for name in names}})
+            for _, result in sorted(results.items())
+        ]
 
     # ---- admission
 
@@ -288,7 +291,8 @@ class ScoringService:
         results: dict[int, ItemResult],
     ) -> int:
         """Add the results of a group. Returns how many of its items the deadline left unscored."""
-        done = claim.scores()
+        found = {name: part.result() for name, part in claim.by_component.items()}
+        done = {name: scored for name, scored in found.items() if scored is not None}
         cached = all(part.done is not None for part in claim.by_component.values())
         elapsed_ms = 0.0 if cached else 1000 * max((d.elapsed_s for d in done.values()), default=0.0)
         late = Score(None, Fault.INFRA, f"not scored within {timeout_s:g} s")
@@ -316,6 +320,11 @@ class ScoringService:
     ) -> ItemResult:
         """The result of an item, from the scores of every requested component."""
         components = {name: component_result(score, asked.weights[name]) for name, score in scores.items()}
+        for name, component in components.items():
+            self._parts[name] |= dict.fromkeys(component.metrics)
+        metrics: dict[str, float | None] = {
+            f"{name}_{part}": value for name, c in components.items() for part, value in c.metrics.items()
+        }
         error = _first_error(scores, asked)
         flags = ["truncated"] if item.finish_reason == "length" else []
         if any(score.fault is Fault.MODEL for score in scores.values()):
@@ -333,25 +342,12 @@ class ScoringService:
             min=asked.minimum,
             max=asked.maximum,
             components=components,
-            metrics=self._parts_of(components),
+            metrics=metrics,
             flags=flags,
             cached=cached,
             elapsed_ms=elapsed_ms,
             error=error,
         )
-
-    def _parts_of(self, components: Mapping[str, ComponentResult]) -> dict[str, float | None]:
-        for name, component in components.items():
-            self._parts[name] |= dict.fromkeys(component.metrics)
-        return {f"{name}_{part}": value for name, c in components.items() for part, value in c.metrics.items()}
-
-    def _with_all_parts(self, results: list[ItemResult], asked: RewardSpec) -> list[ItemResult]:
-        """The same metric names in every result, null where an item has none of that name."""
-        names = [f"{name}_{part}" for name in asked.weights for part in self._parts[name]]
-        return [
-            result.model_copy(update={"metrics": {name: result.metrics.get(name) for name in names}})
-            for result in results
-        ]
 
 
 def _asked(name: str, weights: Mapping[str, float], components: Sequence[Component]) -> RewardSpec:
