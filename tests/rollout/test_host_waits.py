@@ -4,10 +4,12 @@ from collections import Counter
 
 import pytest
 import torch
+from model_zoo import architecture
 from tiny_engines import letters, random_prompts, request, tiny_model
 from torch.overrides import TorchFunctionMode
 
 from hone.model.hf import TransformersModel
+from hone.model.load import init_model
 from hone.plan.kv_cache import CacheRoom
 from hone.rollout.local import make_stepper, whole_room
 from hone.rollout.rows import RowJob
@@ -58,6 +60,7 @@ def counted(model, requests, room=None, *, moves=True):
         while not scheduler.idle:
             with Waits(moves=moves) as waits:
                 scheduler.step(0)
+                scheduler.cache_use()  # as the engine does after each step
             steps.append(waits.counts)
     return steps, scheduler
 
@@ -91,12 +94,30 @@ CLASSES = {
 }
 
 
+IN_ROWS = ["gemma2", "qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h", "mamba", "llama4_text", "doge"]
+"""Classes that compute padded rows in training: capped scores, states, chunks, masks of their own."""
+MORE = pytest.mark.slow("builds many architectures")
+PADDED = pytest.mark.parametrize("padded", [True, False], ids=["padded", "alike"])
+
+
 @pytest.mark.parametrize("model_type", CLASSES)
-@pytest.mark.parametrize("padded", [True, False], ids=["padded", "alike"])
+@PADDED
 def test_transformers_classes_wait_no_more(model_type, padded):
     """Whether rows have padding is known on the host, so no mask is looked at. A wave begins with its prompts."""
     model = tiny_model("llama", model_type=model_type, head_dim=16, **CLASSES[model_type])
-    assert isinstance(model, TransformersModel)
+    assert isinstance(model, TransformersModel) and model.why_rows is None
+    assert_waits_once(model, padded)
+
+
+@pytest.mark.parametrize("model_type", [*IN_ROWS[:3], *(pytest.param(name, marks=MORE) for name in IN_ROWS[3:])])
+@PADDED
+def test_classes_that_train_in_padded_rows_wait_no_more(model_type, padded):
+    model = init_model(architecture(model_type), vocab_size=None, seed=0, dtype=torch.float32, device="cpu")
+    assert isinstance(model, TransformersModel) and model.why_rows is not None
+    assert_waits_once(model, padded)
+
+
+def assert_waits_once(model, padded):
     prompts = random_prompts(4)
     prompts = prompts if padded else [(prompts[0] * 9)[:7]] * 4
     asked = [request(p, index=i, samples=4, max_tokens=9 + i) for i, p in enumerate(prompts)]

@@ -25,7 +25,7 @@ from hone.config.run import Checkpointing
 from hone.errors import DataError
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
-from hone.model.layout_attention import attend_over_layouts, over_layout, why_rows
+from hone.model.layout_attention import asks_registry, attend_around, over_layout, why_rows
 from hone.model.logprobs import LogitMap
 from hone.model.recompute import contexts, is_recomputed
 from hone.model.routing import LoadBalance, Routing, no_balance
@@ -118,8 +118,8 @@ class TransformersModel(CausalModel):
         """Reads pictures; None: this class's prompts cannot have any."""
         self.why_rows = why_rows(self.hf, self.body)
         """Why samples are padded rows; None: they are a layout's one row."""
-        if self.why_rows is None:
-            attend_over_layouts(self.body)
+        if asks_registry(self.hf):
+            attend_around(self.body)
         tower = TOWERS.get(hf_config.model_type)
         if tower is not None and self.why_rows is None:
             self.vision = Vision(tower(self.hf.base_model, hf_config))

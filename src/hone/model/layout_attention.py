@@ -2,8 +2,9 @@
 
 A class asks Transformers' registry for the function that attends, and for the one that makes its masks. Here are two
 that stand around its own: while a layout is computed, what the layers are given for a mask is the layout's attention,
-with the window of their kind of layer, and they attend by it. Without a layout, as when an engine decodes, both are the
-class's own. Attention that cannot be done so is named by `why_rows`; such a class computes padded rows.
+with the window of their kind of layer, and they attend by it. Without a layout both are the class's own; when an engine
+decodes, the mask is made without a look at which tokens are padding. Attention that cannot be done over a layout is
+named by `why_rows`; such a class computes padded rows.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _current = _CurrentAttention()
 
 @contextmanager
 def over_layout(attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Inside, a model of `attend_over_layouts` computes the tokens that `attend` is of, in one row."""
+    """Inside, a model of `attend_around` computes the tokens that `attend` is of, in one row."""
     before, _current.attend = _current.attend, attend
     try:
         yield
@@ -65,7 +66,7 @@ def over_layout(attend: Callable[..., Tensor]) -> Iterator[None]:
 
 @contextmanager
 def over_rows(*, has_padding: bool) -> Iterator[None]:
-    """Inside, a model of `attend_over_layouts` computes rows of which the host knows whether any has padding."""
+    """Inside, a model of `attend_around` computes rows of which the host knows whether any has padding."""
     before, _current.has_padding = _current.has_padding, has_padding
     try:
         yield
@@ -79,23 +80,30 @@ def why_rows(hf: PreTrainedModel, body: nn.Module) -> str | None:
     Args:
         body: its language model without the output layer.
     """
-    text: Any = hf.config.get_text_config(decoder=True)
-    why = derived.why_rows(text.to_dict())
+    why = derived.why_rows(hf.config.get_text_config(decoder=True).to_dict())
     if why is not None:
         return why
     if not type(hf).__module__.startswith("transformers."):
         return "its class comes with the model"
     if getattr(hf, "_is_stateful", False):
         return derived.RUNS_ON
-    if not hf._can_set_attn_implementation() or text._attn_implementation not in BASES:
+    if not asks_registry(hf):
         return "its attention is not in Transformers' registry"
     if "position_ids" not in inspect.signature(type(body).forward).parameters:
         return "it counts positions by itself"
     return None
 
 
-def attend_over_layouts(body: Any) -> None:
-    """Let a language model of Transformers' own class compute layouts; `why_rows` has found no reason against it."""
+def asks_registry(hf: PreTrainedModel) -> bool:
+    """Whether a class has its attention and its masks from Transformers' registry."""
+    text: Any = hf.config.get_text_config(decoder=True)
+    own = type(hf).__module__.startswith("transformers.")
+    return own and hf._can_set_attn_implementation() and text._attn_implementation in BASES
+
+
+def attend_around(body: Any) -> None:
+    """Let a language model of a class that `asks_registry` attend over layouts, unless there is a reason in `why_rows`,
+    and over rows without a look at their padding."""
     from transformers.masking_utils import AttentionMaskInterface  # brings modelling code and SciPy: 0.7 s
     from transformers.modeling_utils import AttentionInterface
 

@@ -1,9 +1,9 @@
 """Stepper for any Transformers model: its own forward and its own cache, left-padded rows, in waves.
 
 Correct rather than fast: rows start together, and the next wave starts when the last row of one has finished. The host
-waits for the device once a token, but for classes whose masks are their own (`hf.why_rows`), which look at them.
-A prompt is still computed once per wave; its keys and values, and the states of layers that have states instead, are
-then copied to its rows.
+waits for the device once a token. A prompt is still computed once per wave; its keys and values, and the states of
+layers that have states instead, are then copied to its rows. Keys and values of later tokens are written after them,
+into memory that grows a layer at a time (`WithRoom`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 from hone.errors import DataError
 from hone.model.hf import TransformersModel, no_pictures
 from hone.model.layout_attention import over_rows
 from hone.model.vision import with_pictures
-from hone.plan.kv_cache import CacheRoom
+from hone.plan.kv_cache import LEAST_COLUMNS, CacheRoom, columns_for
 from hone.rollout.engine import CacheUse
 from hone.rollout.upload import upload
 from hone.types import Experts, Picture, TokenIds
@@ -57,21 +64,24 @@ class TransformersStepper:
         self._max_rows = max_rows
 
     def admission(self, live_most_tokens: int) -> WaveAdmission:
-        room = 0 if len(self._real_BW) else self._room.tokens(self._max_rows)
-        return WaveAdmission(room, max((len(prompt) for prompt, _ in self._prompts.values()), default=0))
+        room = 0 if self._num_rows else self._room.tokens(self._max_rows)
+        longest = max((len(prompt) for prompt, _ in self._prompts.values()), default=0)
+        self._admitted = WaveAdmission(room, longest)
+        return self._admitted
 
     def rows_that_fit(self, order_B: np.ndarray) -> int:
         """A wave that was admitted has room to its end."""
-        return len(self._real_BW)
+        return self._num_rows
 
     def cache_use(self) -> CacheUse:
-        return CacheUse(
-            int(self._real_BW.sum()), self._real_BW.numel(), sum(tensor.nbytes for tensor in held_by(self._cache))
-        )
+        room = self._num_rows * self._width
+        held = sum(tensor.untyped_storage().nbytes() for tensor in held_by(self._cache))
+        return CacheUse(room - int(self._padding_B.sum()), room, held)
 
     def clear(self) -> None:
         self._prompts: dict[int, tuple[TokenIds, tuple[Picture, ...]]] = {}
         self._next_prompt_id = 0
+        self._admitted = WaveAdmission(0, 0)
         self._forget_rows()
 
     def add_prompts(self, prompts: Sequence[TokenIds], pictures: Sequence[tuple[Picture, ...]] = ()) -> list[int]:
@@ -95,9 +105,8 @@ class TransformersStepper:
         self._padding_B = np.array([width - len(prompt) for prompt in prompts])
         real_NP = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         token_NP = torch.tensor([[0] * (width - len(p)) + p.tolist() for p in prompts], device=device)
-        row_B = upload(which_B, device)
-        self._cache = DynamicCache(config=self._model.hf.config)
-        self._shift_B = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+        self._cache = with_room(self._model.hf.config, self._admitted.width + self._admitted.most_tokens)
+        self._position_B = real_NP.sum(1)
         if any(pictures):
             logits_NV = self._see(token_NP, real_NP, pictures)
         else:
@@ -106,9 +115,8 @@ class TransformersStepper:
             each = self._experts_NLK.reshape(*token_NP.shape, *self._experts_NLK.shape[1:])
             of_prompts = [own[width - len(prompt) :].copy() for own, prompt in zip(each, prompts, strict=True)]
             self._routing = RowRouting([of_prompts[number] for number in which_B], self._experts_NLK)
-        self._select(row_B)
-        self._real_BW, self._padding_B = real_NP[row_B], self._padding_B[which_B]
-        return logits_NV[row_B]
+        self._real_BW, self._width = real_NP, width
+        return logits_NV[self._select(which_B)]
 
     def _see(self, token_NP: Tensor, real_NP: Tensor, pictures: Sequence[tuple[Picture, ...]]) -> Tensor:
         """Compute prompts of which some have pictures; returns as `_forward`."""
@@ -120,7 +128,7 @@ class TransformersStepper:
         places = list[list[Picture]]()
         for row, (own, length) in enumerate(zip(pictures, real_NP.sum(1).tolist(), strict=True)):
             position_ANP[:, row, width - length :], following = vision.prompt_positions(length, own)
-            self._shift_B[row] = following - length
+            self._position_B[row] = following
             places.append([replace(picture, start=width - length + picture.start) for picture in own])
         embedded_NPH, deeper = with_pictures(self._model.hf.get_input_embeddings()(token_NP), places, vision)
         return self._compute(
@@ -136,9 +144,7 @@ class TransformersStepper:
             return self._forget_rows()
         order = np.arange(count)
         order[target] = source
-        row_B = upload(order, self._real_BW.device)
-        self._select(row_B)
-        self._real_BW, self._padding_B = self._real_BW[row_B], self._padding_B[order]
+        self._select(order)
         if self._routing is not None:
             self._routing.move(target, source, count)
 
@@ -146,9 +152,12 @@ class TransformersStepper:
         return None if self._routing is None else self._routing.of(row)
 
     def advance(self, token_ids_B: np.ndarray) -> Tensor:
-        self._real_BW = F.pad(self._real_BW, (0, 1), value=1)
-        position_B = self._real_BW.sum(1) - 1 + self._shift_B
-        logits_BV = self._forward(upload(token_ids_B, position_B.device)[:, None], self._real_BW, position_B[:, None])
+        if self._width == self._real_BW.shape[1]:
+            self._real_BW = F.pad(self._real_BW, (0, FIRST_COLUMNS), value=1)
+        self._width += 1
+        token_B1, position_B1 = upload(token_ids_B, self._position_B.device)[:, None], self._position_B[:, None]
+        logits_BV = self._forward(token_B1, self._real_BW[:, : self._width], position_B1)
+        self._position_B = self._position_B + 1
         if self._routing is not None and self._experts_NLK is not None:
             self._routing.append(self._experts_NLK)
         return logits_BV
@@ -172,16 +181,24 @@ class TransformersStepper:
                     self._experts_NLK = taken()
         return self._model.logits(self._model.last_hidden(out)[:, -1])
 
-    def _select(self, row_B: Tensor) -> None:
-        row: Any = row_B  # typed there as one class of tensor
-        self._shift_B = self._shift_B[row_B]
-        self._cache.reorder_cache(row)  # which layers with states have too; batch_select_indices they have not
+    def _select(self, order: np.ndarray) -> Tensor:
+        """Have these of the rows, in that order; returns it on the device."""
+        row_B: Any = upload(order, self._real_BW.device)  # typed there as one class of tensor
+        self._cache.reorder_cache(row_B)  # which layers with states have too; batch_select_indices they have not
+        self._real_BW, self._position_B = self._real_BW[row_B], self._position_B[row_B]
+        self._padding_B = self._padding_B[order]
+        return row_B
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self._padding_B)
 
     def _forget_rows(self) -> None:
         self._cache = DynamicCache()
-        self._real_BW = torch.zeros(0, 0, dtype=torch.int64)
+        self._width = 0  # columns of rows so far, padding included
+        self._real_BW = torch.zeros(0, 0, dtype=torch.int64)  # with more columns, of tokens to come
         self._padding_B = np.zeros(0, np.int64)  # tokens in front of each row's prompt, on the host
-        self._shift_B = torch.zeros(0, dtype=torch.int64)  # of positions: pictures take fewer than they have tokens
+        self._position_B = torch.zeros(0, dtype=torch.int64)  # of the next token; pictures take fewer than they have
         self._routing: RowRouting | None = None
         self._experts_NLK: Experts | None = None  # of all tokens of the newest pass
 
@@ -235,6 +252,102 @@ class WaveAdmission:
             return False
         self.rows, self.width, self.most_tokens = self.rows + 1, width, most
         return True
+
+
+class GrowingTokens:
+    """Keys or values of a layer with memory for tokens to come, (..., columns, D): a token is written there, where
+    Transformers copies all before it.
+
+    Args:
+        most_tokens: more columns are never taken, for there will be no more tokens.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._memory: Tensor | None = None
+        self._end = 0
+
+    def after(self, kept: Tensor, new: Tensor) -> Tensor:
+        """Both, as a view.
+
+        Args:
+            kept: the last ones of what this returned before; anything at the first call.
+        """
+        tokens = kept.shape[-2] + new.shape[-2]
+        if self._memory is None or self._end + new.shape[-2] > self._memory.shape[-2]:
+            columns = max(min(columns_for(tokens + LEAST_COLUMNS), self._most_tokens), tokens)
+            self._memory, self._end = kept.new_empty(*kept.shape[:-2], columns, kept.shape[-1]), kept.shape[-2]
+            self._memory[..., : self._end, :] = kept
+        self._end += new.shape[-2]
+        self._memory[..., self._end - new.shape[-2] : self._end, :] = new
+        return self._memory[..., self._end - tokens : self._end, :]
+
+
+class WithRoom(DynamicLayer):
+    """A layer of Transformers' with room for tokens after the prompt. See `GrowingTokens` for the argument."""
+
+    def __init__(self, most_tokens: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._most_tokens = most_tokens
+        self._forget_room()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See `Cache.update`."""
+        if not self.is_initialized:
+            return super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None
+        self.keys = keys = self._room_of_keys.after(self.keys, key_states)
+        self.values = values = self._room_of_values.after(self.values, value_states)
+        if isinstance(self, DynamicSlidingWindowLayer):
+            self.cumulative_length += key_states.shape[-2]
+            self.keys, self.values = (all_of[..., 1 - self.sliding_window :, :] for all_of in (keys, values))
+        return keys, values
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """See `Cache.reorder_cache`."""
+        super().reorder_cache(beam_idx)
+        self._forget_room()
+
+    def _forget_room(self) -> None:
+        self._room_of_keys, self._room_of_values = (GrowingTokens(self._most_tokens) for _ in range(2))
+
+
+class WindowWithRoom(WithRoom, DynamicSlidingWindowLayer):
+    """As `WithRoom`, of the last tokens."""
+
+
+class IndexedWithRoom(WithRoom, DynamicIndexedLayer):
+    """As `WithRoom`, with keys of an indexer, which are a single narrow head and grow as the library has it."""
+
+
+class StatesWithRoom(WithRoom, LinearAttentionAndFullAttentionLayer):
+    """As `WithRoom`, beside states."""
+
+
+class StatesAndWindowWithRoom(WithRoom, LinearAttentionAndSlidingWindowAttentionLayer):
+    """As `WithRoom`, of the last tokens, beside states."""
+
+
+KINDS: dict[type, type[WithRoom]] = {
+    DynamicLayer: WithRoom,
+    DynamicSlidingWindowLayer: WindowWithRoom,
+    DynamicIndexedLayer: IndexedWithRoom,
+    LinearAttentionAndFullAttentionLayer: StatesWithRoom,
+    LinearAttentionAndSlidingWindowAttentionLayer: StatesAndWindowWithRoom,
+}
+"""Transformers' kinds of layers with keys, and what is used instead."""
+
+
+def with_room(config: PreTrainedConfig, most_tokens: int) -> DynamicCache:
+    """An empty cache for rows of at most so many tokens, padding included. Layers without keys, and those that a model
+    brings itself, are as Transformers has them."""
+    cache = DynamicCache(config=config)
+    for number, layer in enumerate(cache.layers):
+        if (kind := KINDS.get(type(layer))) is not None:
+            settings = ("sliding_window", "number_of_states")
+            named = {name: getattr(layer, name) for name in settings if hasattr(layer, name)}
+            cache.layers[number] = kind(most_tokens, **named)
+    return cache
 
 
 def held_by(cache: Cache) -> Iterator[Tensor]:

@@ -36,6 +36,8 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": {**EXPERTS, "sliding_window": 128},
 }
 """Model types, and what each has besides the sizes: routed experts; windows in some layers; experts, windows, sinks."""
+KEYS_IN_ROWS: Mapping[str, Mapping[str, Any]] = {"gemma2": {"sliding_window": 128}, "lfm2": {}}
+"""Of types that compute padded rows, which only decode here: capped scores; states of convolutions in some layers."""
 SIZES, TINY_SIZES = (
     {
         "vocab_size": vocab,
@@ -57,7 +59,7 @@ COMPARED = (2, 4)
 
 
 def classes(setting: PartSetting) -> Iterator[Figure]:
-    """Each class: numbers against float64 in padded rows on the CPU; then time and memory of an update."""
+    """Each class: numbers against float64 in padded rows on the CPU; then time and memory of an update; decoding."""
     dtype = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
     sizes = TINY_SIZES if setting.tiny else SIZES
     for model_type, more in KEYS.items():
@@ -65,6 +67,9 @@ def classes(setting: PartSetting) -> Iterator[Figure]:
         yield from numbers_of(setting, shape, dtype)
         yield from ways_of(setting, shape, dtype)
         yield from steps_of(setting, shape, dtype)
+        give_back_memory()
+    for model_type, more in KEYS_IN_ROWS.items():
+        yield from steps_of(setting, {"model_type": model_type, **sizes, **more}, dtype)
         give_back_memory()
 
 
@@ -97,7 +102,7 @@ def numbers_of(setting: PartSetting, shape: Mapping[str, Any], dtype: str) -> It
 def made(shape: Mapping[str, Any], device: torch.device, *, exactly: bool = False) -> TransformersModel:
     """A class with random weights; `exactly`: in float64 and in padded rows."""
     model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=device)
-    assert isinstance(model, TransformersModel) and model.why_rows is None
+    assert isinstance(model, TransformersModel) and (model.why_rows is None) == (shape["model_type"] in KEYS)
     if exactly:
         model.hf.set_experts_implementation("eager")  # PyTorch's grouped product knows no float64
         model.double().why_rows = "the reference is computed in rows"
