@@ -18,9 +18,9 @@ from hone.config.run import DataSection, LoraSection
 from hone.errors import EngineError
 from hone.rollout.engine import Sampling
 from hone.rollout.vllm import VllmEngine
-from hone.rollout.vllm_adapter import VllmAdapter
 from hone.rollout.vllm_args import VllmPlace, check_sampling, engine_arguments
 from hone.rollout.vllm_requests import VllmPictures, vllm_prompt
+from hone.rollout.vllm_weights import VllmAdapter
 
 
 @pytest.fixture

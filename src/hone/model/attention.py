@@ -105,8 +105,12 @@ class _Workspace:
         heads, kv_heads = q.shape[1], k.shape[1]
         key = heads, kv_heads, _spacing(q), _spacing(k), _spacing(v), window
         if key not in self._plans and window is not None:
-            blocks, output_rows = self.plan(q, k, v, None)
-            self._plans[key] = [self._within(rows, window) for rows in blocks], output_rows
+            (all_blocks, output_rows), position_X, blocks = self.plan(q, k, v, None), self.layout.position_X, []
+            for rows in all_blocks:  # where a query does not see further back than its window
+                queries, keys = position_X[rows.block.query_BQ], position_X[rows.block.key_BK]
+                too_far = (queries[:, :, None] - keys[:, None] >= window)[:, None]
+                blocks.append(replace(rows, bias=rows.bias.masked_fill(too_far, -torch.inf)))
+            self._plans[key] = blocks, output_rows
         if key not in self._plans:
             blocks = [
                 _BlockRows(
@@ -124,12 +128,6 @@ class _Workspace:
             head = torch.arange(heads, device=q.device)
             self._plans[key] = blocks, (first * heads + width * head + column).flatten()
         return self._plans[key]
-
-    def _within(self, rows: _BlockRows, window: int) -> _BlockRows:
-        """The same rows, where a query does not see further back than its window."""
-        position_X, block = self.layout.position_X, rows.block
-        back = position_X[block.query_BQ][:, :, None] - position_X[block.key_BK][:, None]
-        return replace(rows, bias=rows.bias.masked_fill((back >= window)[:, None], -torch.inf))
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory, the same for every block and layer: it stays in the cache and needs no allocation."""
@@ -164,7 +162,8 @@ class _SharedPromptAttention(torch.autograd.Function):
         for i, rows in enumerate(blocks):
             top, inverse = normalisers[2 * i : 2 * i + 2]
             if rows.block.padded:  # a padded query repeats a real one, whose gradient must not count twice
-                inverse = _zero_padded(inverse, rows)
+                real_BQ = rows.block.real_BQ
+                inverse = (inverse.view(len(real_BQ), -1, real_BQ.shape[1]) * real_BQ[:, None]).view(inverse.shape)
             queries, keys = _queries(q, rows.queries, k, rows), _keys(k, rows.keys, rows)
             # powers * inverse are the probabilities; the factor goes to the D numbers of a row instead of its K scores.
             powers = _scores(queries, keys, rows, workspace).sub_(top).exp2_()
@@ -250,11 +249,6 @@ def _product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = Non
 def _cast(x: Tensor, like: Tensor, name: str, workspace: _Workspace) -> Tensor:
     """x itself where the dtype is right, else a conversion in shared memory."""
     return x if x.dtype == like.dtype else workspace.empty(name, x.shape, like.dtype).copy_(x)
-
-
-def _zero_padded(inverse: Tensor, rows: _BlockRows) -> Tensor:
-    batch, width = rows.block.real_BQ.shape
-    return (inverse.view(batch, -1, width) * rows.block.real_BQ[:, None]).view(inverse.shape)
 
 
 def _without_filler(x: Tensor, workspace: _Workspace) -> Tensor:

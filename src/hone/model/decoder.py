@@ -81,18 +81,12 @@ class SplitLinear(nn.Module):
 
 def parts_of(fused: nn.Linear, sizes: Sequence[int]) -> list[nn.Linear]:
     """The layers that a fused one consists of, by their outputs."""
-    biases = [None] * len(sizes) if fused.bias is None else list(fused.bias.split(tuple(sizes)))
-    weights = fused.weight.split(tuple(sizes))
-    return [_linear(*pair) for pair in zip(weights, biases, strict=True)]
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     with torch.device("meta"):
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            layer.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad))
-    return layer
+        layers = [nn.Linear(fused.in_features, size, bias=fused.bias is not None) for size in sizes]
+    for name, whole in fused.named_parameters():
+        for layer, part in zip(layers, whole.split(tuple(sizes)), strict=True):
+            layer.register_parameter(name, nn.Parameter(part.detach(), requires_grad=part.requires_grad))
+    return layers
 
 
 class DecoderLayer(nn.Module):
@@ -134,15 +128,11 @@ class DecoderLayer(nn.Module):
 
     def before_attention(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         qkv = self.qkv_proj(self.input_norm(x)).unflatten(1, (-1, self.head_dim))
-        norms = self._head_norms() if self.qk_normed else None
+        norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_normed else None
+        if norms is not None and self.tensor_group is not None:  # they act on every head, also on other ranks' ones
+            q_norm, k_norm = (with_summed_gradient(weight, self.tensor_group) for weight in norms)
+            norms = q_norm, k_norm
         return split_and_rotate(qkv, turn, self.num_heads, self.num_kv_heads, norms, self.input_norm.eps)
-
-    def _head_norms(self) -> tuple[Tensor, Tensor]:
-        """Weights of the norms of q and k, which act on every head, also on those that other ranks have."""
-        weights = self.q_norm.weight, self.k_norm.weight
-        if self.tensor_group is None:
-            return weights
-        return with_summed_gradient(weights[0], self.tensor_group), with_summed_gradient(weights[1], self.tensor_group)
 
     def after_attention(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + self.o_proj(mixed)
@@ -238,22 +228,18 @@ class Decoder(CausalModel):
         return part.dealt(self(part.token_ids_X, part.position_X, part.attend, part.needed_W))
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self._weights():
-            yield name, weight.detach()
+        yield "model.embed_tokens.weight", self.embed.weight.detach()
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            for name, weight in layer_weights(layer):
+                yield f"model.layers.{layer.index}.{name}", weight.detach()
+        yield "model.norm.weight", self.norm.weight.detach()
+        if not self.tied:
+            yield "lm_head.weight", self.lm_head.weight.detach()
 
     @property
     def aliases(self) -> tuple[str, ...]:
         return ("lm_head.weight",) if self.tied else ()
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield "model.embed_tokens.weight", self.embed.weight
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            for name, weight in layer_weights(layer):
-                yield f"model.layers.{layer.index}.{name}", weight
-        yield "model.norm.weight", self.norm.weight
-        if not self.tied:
-            yield "lm_head.weight", self.lm_head.weight
 
 
 def layer_weights(layer: DecoderLayer) -> Iterator[tuple[str, Tensor]]:

@@ -114,7 +114,9 @@ class Sequences:
         prompt_S: list[int] = []
         rests: list[tuple[int, ...]] = []
         for family in families:
-            shared = _common_beginning(family)
+            first, last = min(map(tuple, family)), max(map(tuple, family))  # in dictionary order: others lie between
+            differ = (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+            shared = first[: next(differ, len(first))]  # one that begins another comes before it
             for number, sequence in enumerate(family):
                 if number == 0 or not shared:
                     prompts.append(shared or tuple(sequence))
@@ -123,12 +125,6 @@ class Sequences:
         length_S = np.fromiter(map(len, rests), np.int64, len(rests))
         token_ids_T = np.fromiter(chain.from_iterable(rests), np.int64, int(length_S.sum()))
         return cls(tuple(prompts), np.asarray(prompt_S, np.int64), length_S, token_ids_T)
-
-
-def _common_beginning(family: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    first, last = min(map(tuple, family)), max(map(tuple, family))  # in dictionary order: the rest lies between
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[:same]
 
 
 def last_token_scores(

@@ -76,23 +76,16 @@ def divide_tokens(
         model.hf_config, tensor_parallel=tensor_parallel, sequence_parallel=mesh.size(), has_ring=has_ring
     )
     if isinstance(model, TransformersModel):
-        refuse_rows(model)
+        why = "its pictures are whole on every rank" if has_tower(model.hf_config) else model.why_rows
+        if why:
+            raise DataError(
+                f"cluster.trainer.sequence_parallel > 1: the tokens of Transformers' class for "
+                f"{model.hf_config.model_type} cannot be divided: {why}. Set it to 1."
+            )
     kv_heads = getattr(model.hf_config, "num_key_value_heads", None) or model.hf_config.num_attention_heads
     heads = math.gcd(mesh.size(), kv_heads // tensor_parallel)
     is_ring = has_ring and heads < mesh.size()
     model.sequences = SequenceGroup(mesh.get_group(), rings(heads) if is_ring else None)
-
-
-def refuse_rows(model: TransformersModel) -> None:
-    """Raises DataError for a class of Transformers' whose tokens ranks cannot divide."""
-    why = model.why_rows
-    if has_tower(model.hf_config):
-        why = "its pictures are whole on every rank"
-    if why:
-        raise DataError(
-            f"cluster.trainer.sequence_parallel > 1: the tokens of Transformers' class for "
-            f"{model.hf_config.model_type} cannot be divided: {why}. Set it to 1."
-        )
 
 
 def refuse_indivisible(
@@ -126,7 +119,8 @@ def _divide_decoder(model: Decoder, mesh: DeviceMesh) -> None:
         for name, child in layer.named_children():
             path = f"layers.{layer.index}.{name}"
             if isinstance(child, SplitLinear):
-                plan[path] = _one_input()
+                # Gradients of the one input are added up on each rank before over the ranks.
+                plan[path] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
                 for number, part in enumerate(child.parts):
                     plan[_base_of(f"{path}.parts.{number}", part)] = ColwiseParallel()
             elif name in ("o_proj", "down_proj"):
@@ -151,11 +145,6 @@ def _split(model: Decoder, fused: nn.Module, sizes: Sequence[int]) -> SplitLinea
 def _base_of(path: str, layer: nn.Module) -> str:
     """Where a layer's own weight is, which an adapter wraps."""
     return f"{path}.base_layer" if isinstance(layer, FusedLinear) else path
-
-
-def _one_input() -> ParallelStyle:
-    """Layers of one input divided by output: their gradients of it are added up on each rank before over the ranks."""
-    return PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
 
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {

@@ -82,33 +82,31 @@ class SequenceGroup:
             )
         ranks = dist.get_world_size(self.group)
         layout = _with_filler(layout, ranks if self.rings is None else 2 * ranks)
-        order_X = self._order(len(layout.token_ids_X))
+        size = len(layout.token_ids_X)
+        # Places in the layout of the first rank's tokens, then of the second's, ...
+        order_X = np.arange(size) if self.rings is None else ring_order(size, self.rings[RING].size())
         own_x, place_X, each = (
             order_X.reshape(ranks, -1)[dist.get_rank(self.group)],
             np.argsort(order_X),
-            len(order_X) // ranks,
+            size // ranks,
         )
         place_U, device = place_X[layout.predict_on_host()], layout.token_ids_X.device
         needed_W, dealt = _dealing(place_U // each, place_U % each, device, self.group)
         own = torch.from_numpy(own_x).to(device, non_blocking=True)
+        if self.rings is None:
+            attend = _exchanging(shared_prompt_attention(layout), self.group)
+        else:
+            attend, heads = ring_attention(layout, self.rings[RING].get_group()), self.rings[HEADS]
+            if heads.size() > 1:
+                attend = _exchanging(attend, heads.get_group())
         return Part(
             layout.token_ids_X[own],
             layout.position_X[own],
-            self._attention(layout, self.group),
+            attend,
             needed_W,
             dealt,
             None if layout.routing_X is None else layout.routing_X[own],
         )
-
-    def _order(self, size: int) -> Ints:
-        """Places in the layout of the first rank's tokens, then of the second's, ..."""
-        return np.arange(size) if self.rings is None else ring_order(size, self.rings[RING].size())
-
-    def _attention(self, layout: Layout, group: ProcessGroup) -> Callable[..., Tensor]:
-        if self.rings is None:
-            return _exchanging(shared_prompt_attention(layout), group)
-        attend, heads = ring_attention(layout, self.rings[RING].get_group()), self.rings[HEADS]
-        return attend if heads.size() == 1 else _exchanging(attend, heads.get_group())
 
     def share(self, value_U: Tensor) -> Tensor:
         """This rank's part of the values of all response tokens."""
@@ -169,22 +167,14 @@ def _exchanging(attend: Callable[..., Tensor], group: ProcessGroup) -> Callable[
         named: dict[str, Any] = {} if window is None else {"window": window}
         if sink_H is not None:
             named["sink_H"] = sink_H[share(len(sink_H), group)]
-        return to_tokens(attend(layer, *to_heads(q, k, v, group=group), **named), group=group)
+        return _ToTokens.apply(attend(layer, *_ToHeads.apply(q, k, v, group), **named), group)
 
     return exchanging
 
 
-def to_heads(*parts: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """(x, H, D) of this rank's tokens and all heads, several of them -> (X, H / ranks, D) of all tokens each."""
-    return _ToHeads.apply(*parts, group)
-
-
-def to_tokens(x: Tensor, *, group: ProcessGroup) -> Tensor:
-    """The other way round, of one tensor."""
-    return _ToTokens.apply(x, group)
-
-
 class _ToHeads(torch.autograd.Function):
+    """(x, H, D) of this rank's tokens and all heads, several of them -> (X, H / ranks, D) of all tokens each."""
+
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
         *parts, ctx.group = given
@@ -197,6 +187,8 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
+    """The other way round, of one tensor."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group

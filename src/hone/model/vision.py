@@ -52,7 +52,8 @@ class Vision:
                 self.num_computed += len(part)
                 found |= zip((picture.digest for picture in part), self.tower.features(part), strict=True)
             for _ in range(others):
-                idle = self._idle()
+                (black,) = self.tower.features([self.tower.black()])
+                idle = torch.stack([0 * tensor.sum() for tensor in (black.embedded, *black.deeper)]).sum()
                 zero = idle if zero is None else zero + idle
         if is_frozen:
             for digest in distinct:
@@ -70,11 +71,6 @@ class Vision:
             size += patches
         if part:
             yield part
-
-    def _idle(self) -> Tensor:
-        """0, from a small black picture."""
-        (features,) = self.tower.features([self.tower.black()])
-        return torch.stack([0 * tensor.sum() for tensor in (features.embedded, *features.deeper)]).sum()
 
     def positions(self, layout: Layout) -> Tensor:
         """(1, X), or (3, 1, X) for a family that counts in time, height and width: of a layout's tokens."""
@@ -106,7 +102,8 @@ def with_pictures(
         embedded_NWH = embedded_NWH + zero.to(embedded_NWH.dtype)
     if not placed:
         return embedded_NWH, {}
-    place_P = places_of(placed, embedded_NWH.device)
+    device = embedded_NWH.device
+    place_P = torch.cat([torch.arange(p.start, p.start + p.num_tokens, device=device) for p in placed])
     embedded = torch.cat([features.embedded for features in found]).to(embedded_NWH.dtype)
     seen = embedded_NWH.flatten(0, 1).index_copy(0, place_P, embedded).view_as(embedded_NWH)
     if not found[0].deeper:
@@ -114,8 +111,3 @@ def with_pictures(
     mask = torch.zeros(rows * width, dtype=torch.bool, device=place_P.device).index_fill_(0, place_P, True)
     layers = [torch.cat(layer) for layer in zip(*(features.deeper for features in found), strict=True)]
     return seen, {"visual_pos_masks": mask.view(rows, width), "deepstack_visual_embeds": layers}
-
-
-def places_of(pictures: Sequence[Picture], device: torch.device) -> Tensor:
-    """Indices of the tokens of all pictures, picture by picture."""
-    return torch.cat([torch.arange(p.start, p.start + p.num_tokens, device=device) for p in pictures])

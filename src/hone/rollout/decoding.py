@@ -31,8 +31,14 @@ from hone.model.decoder import Decoder
 from hone.model.hf import no_pictures
 from hone.model.layout import filled
 from hone.plan.kv_cache import CacheRoom, columns_for
-from hone.rollout.cache import DecoderAdmission, KeyValueStore
-from hone.rollout.cached_attention import Grouping, prompt_attention, response_attention, step_attention
+from hone.rollout.cache import (
+    DecoderAdmission,
+    Grouping,
+    KeyValueStore,
+    prompt_attention,
+    response_attention,
+    step_attention,
+)
 from hone.rollout.engine import CacheUse
 from hone.rollout.graphs import StepGraphs
 from hone.rollout.stepper import closing_moves

@@ -65,9 +65,11 @@ class EpisodeEngine:
         """See `Engine.generate`. `request.sampling.max_tokens` bounds a whole sample, tool tokens included."""
         with self._barrier.playing():
             first = await self._engine.generate(request)
-            builders = [
-                SampleBuilder(request, sample, self._open(request, sample.index), self._encode) for sample in first
-            ]
+            builders = list[SampleBuilder]()
+            for sample in first:
+                seed = episode_seed(request.seed, request.stream, request.prompt.index, sample.index)
+                environment = self._environments.open(Episode(request.prompt, sample.index, seed))
+                builders.append(SampleBuilder(request, sample, environment, self._encode))
             try:
                 await self._play(request, builders, on_sample)
             finally:
@@ -97,10 +99,6 @@ class EpisodeEngine:
     def fingerprint(self) -> str:
         """See `Engine.fingerprint`."""
         return self._engine.fingerprint()
-
-    def _open(self, request: Request, sample_index: int) -> EpisodeHandle:
-        seed = episode_seed(request.seed, request.stream, request.prompt.index, sample_index)
-        return self._environments.open(Episode(request.prompt, sample_index, seed))
 
     async def _play(self, request: Request, builders: Sequence[SampleBuilder], on_sample: OnSample | None) -> None:
         """Turn by turn, until every sample has ended."""
@@ -169,12 +167,6 @@ class SampleBuilder:
             so_far = np.where(so_far == UNRECORDED, again, so_far)
         self._routing = np.concatenate([so_far, sampled.routing])
 
-    def _whole_routing(self) -> Experts | None:
-        """Of all tokens so far."""
-        if self._routing is None:
-            return None
-        return np.concatenate([self._routing, unrecorded(len(self._token_ids) - len(self._routing), self._routing)])
-
     async def answer(self, *, is_last: bool) -> bool:
         """Ask the environment about the newest turn, and append what it says. Returns whether another turn follows."""
         try:
@@ -214,6 +206,9 @@ class SampleBuilder:
         )
 
     def sample(self) -> Sample:
+        routing = self._routing
+        if routing is not None:
+            routing = np.concatenate([routing, unrecorded(len(self._token_ids) - len(routing), routing)])
         return Sample(
             prompt_id=self._request.prompt.id,
             index=self._index,
@@ -226,7 +221,7 @@ class SampleBuilder:
             turns=tuple(self._turns),
             fault=self._fault,
             engine=self._engine,
-            routing=self._whole_routing(),
+            routing=routing,
             prompt_routing=self._prompt_routing,
         )
 

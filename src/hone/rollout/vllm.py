@@ -28,7 +28,6 @@ from hone.errors import DataError, EngineError
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.load import read_weights
 from hone.rollout.engine import Buckets, CacheUse, Decode, OnSample, OnToken, Request
-from hone.rollout.vllm_adapter import VllmAdapter
 from hone.rollout.vllm_args import (
     CPU_ENVIRONMENT,
     ENVIRONMENT,
@@ -39,6 +38,7 @@ from hone.rollout.vllm_args import (
     engine_arguments,
 )
 from hone.rollout.vllm_requests import VllmCache, VllmGroup, VllmPictures, VllmRouting, VllmRow, vllm_prompt
+from hone.rollout.vllm_weights import VllmAdapter
 from hone.rollout.worker import EngineWorker
 from hone.types import Sample
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from hone.config.engine import LEAST_TEMPERATURE, POLICY_GPU_FRAC, VLLM_SEES, EngineSection, vllm_rank
 from hone.config.run import LoraSection
@@ -45,18 +44,12 @@ ROUTING_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 first one."""
 
 
-def supported_versions() -> SpecifierSet:
-    """Of vLLM, as the extra `vllm` of this package says."""
-    for line in requires("hone-rl") or ():
-        requirement = Requirement(line)
-        if requirement.name == "vllm":
-            return requirement.specifier
-    raise EngineError("this installation of hone-rl knows no extra `vllm`. Install it again.")
-
-
 def check_version(installed: str) -> None:
     """Raises EngineError when this version of vLLM is not among those that Hone was tested with."""
-    supported = supported_versions()
+    requirements = map(Requirement, requires("hone-rl") or ())
+    supported = next((one.specifier for one in requirements if one.name == "vllm"), None)  # of the extra `vllm`
+    if supported is None:
+        raise EngineError("this installation of hone-rl knows no extra `vllm`. Install it again.")
     if not supported.contains(installed, prereleases=True):
         raise EngineError(
             f"vLLM {installed} is installed, and Hone works with {supported}: new weights go in through parts of vLLM "
