@@ -100,7 +100,7 @@ class VitalsWatch:
         missed = 0
         while missed * (self._timeout_s + self._interval_s) < self._silence_s:
             try:
-                vitals = await wait_for_one(name, actor.ping.remote(), "ping", self._timeout_s)
+                vitals: Vitals = await wait_for_one(name, actor.ping.remote(), "ping", self._timeout_s)
                 self._found[actor], missed = vitals, 0
                 if vitals.cache is not None:
                     uses = (vitals.cache, self._fullest.get(actor, vitals.cache))
