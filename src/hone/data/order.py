@@ -177,20 +177,17 @@ class _Epochs:
         pieces: list[NDArray[Any]] = []
         while start < stop:
             epoch, first = divmod(start, self._size)
-            pieces.append(self._rows(epoch)[first : first + stop - start])
+            if self._epoch is None or self._epoch[0] != epoch:
+                self._epoch = None  # frees it first
+                if self._order == "source":
+                    rows = np.arange(self._size, dtype=np.uint32)
+                else:
+                    rows = epoch_order(self._size, seed=self._key, epoch=epoch)
+                    rows = rows if self._values is None else rows[np.argsort(self._values[rows], kind="stable")]
+                self._epoch = epoch, rows
+            pieces.append(self._epoch[1][first : first + stop - start])
             start += len(pieces[-1])
         return np.concatenate(pieces).astype(np.int64)
-
-    def _rows(self, epoch: int) -> NDArray[np.uint32]:
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = None  # frees it first
-            if self._order == "source":
-                rows = np.arange(self._size, dtype=np.uint32)
-            else:
-                rows = epoch_order(self._size, seed=self._key, epoch=epoch)
-                rows = rows if self._values is None else rows[np.argsort(self._values[rows], kind="stable")]
-            self._epoch = epoch, rows
-        return self._epoch[1]
 
 
 class _Round(NamedTuple):

@@ -174,7 +174,11 @@ class Observer:
             ValueError: a name is not in the registry (metrics.py).
         """
         line: dict[str, float] = {f"time/{name}_s": seconds for name, seconds in self._spans.take_seconds().items()}
-        line |= self._memory()
+        rss_gib = self._process.memory_info().rss / 2**30
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self._peak_gib = max(self._peak_gib, rss_gib, peak / (2**30 if sys.platform == "darwin" else 2**20))
+        line["memory/rss_gib"], line["memory/peak_rss_gib"] = rss_gib, self._peak_gib
+        line["memory/samples_mib"] = self._recorder.total_bytes / 2**20
         for measure in self._watched:
             line |= measure()
         line |= {name: value if type(value) is int else float(value) for name, value in values.items()}
@@ -311,16 +315,6 @@ class Observer:
     def _warn_of_gap(self, message: str) -> None:
         self.warn(message)
         self.event("gap", what="samples", why=message)
-
-    def _memory(self) -> dict[str, float]:
-        rss_gib = self._process.memory_info().rss / 2**30
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        self._peak_gib = max(self._peak_gib, rss_gib, peak / (2**30 if sys.platform == "darwin" else 2**20))
-        return {
-            "memory/rss_gib": rss_gib,
-            "memory/peak_rss_gib": self._peak_gib,
-            "memory/samples_mib": self._recorder.total_bytes / 2**20,
-        }
 
     def _write_slow(
         self, stage: str, step: int, line: Mapping[str, float], unix_s: float, events: Sequence[Event]

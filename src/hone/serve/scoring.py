@@ -83,7 +83,16 @@ class ScoringService:
         # The trainer bounds unscored samples: a service answers for each item.
         section = loaded.config.reward.model_copy(update={"max_unscored_frac": 1.0})
         self._rewards = Rewards.from_config(section, loaded.run_file.parent, window_samples=1)
-        self.queues = {component.name: self._queue(component) for component in self._rewards.components}
+        self.queues: dict[str, ScoreQueue] = {}
+        for component in self._rewards.components:
+            in_pool = isinstance(component.scorer, UserFunctionScorer)
+            self.queues[component.name] = ScoreQueue(
+                batched(component, settings.batch_items, settings.batch_wait_ms / 1000),
+                ScoreCache(settings.cache_items, settings.cache_ttl_s),
+                # No more than there are processes: what waits here can be dropped, in the pool it cannot.
+                max_in_flight_groups=section.workers if in_pool else settings.max_in_flight_groups,
+                abandoned_after_s=_RESTART_S if in_pool else 0.0,
+            )
         self.fingerprint = ""
         self.metrics = RewardMetrics(
             lambda: self.pending_items,
@@ -95,17 +104,6 @@ class ScoringService:
         self._of_client = Counter[str]()
         self._parts: dict[str, dict[str, None]] = {name: {} for name in self.queues}
         """Metric names seen of each component: every item's result has all of them."""
-
-    def _queue(self, component: Component) -> ScoreQueue:
-        settings = self._settings
-        in_pool = isinstance(component.scorer, UserFunctionScorer)
-        return ScoreQueue(
-            batched(component, settings.batch_items, settings.batch_wait_ms / 1000),
-            ScoreCache(settings.cache_items, settings.cache_ttl_s),
-            # No more than there are processes: what waits here can be dropped, in the pool it cannot.
-            max_in_flight_groups=self._loaded.config.reward.workers if in_pool else settings.max_in_flight_groups,
-            abandoned_after_s=_RESTART_S if in_pool else 0.0,
-        )
 
     async def start(self) -> None:
         """Start the scorers. Raises ConfigError for those that fail to, and RewardError for a warm-up item without a
