@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hone.reward.code import CodeReward
-from hone.reward.sandbox.bare import BareProcess
 from hone.reward.sandbox.base import SandboxUnavailable
+from hone.reward.sandbox.local import BareProcess
 from hone.types import Group, Prompt, Sample, VersionSpan
 
 ADD = "print(sum(map(int, input().split())))"

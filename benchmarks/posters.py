@@ -20,12 +20,19 @@ from collections.abc import Callable
 from typing import Any
 
 from hone_poster import PosterSettings
-from hone_poster.accuracy import score_accuracy, texts_of
 from hone_poster.lint import lint
 from hone_poster.parse import MAX_LAYERS, Poster, read_ground_truth, read_solution
 from hone_poster.render import render
-from hone_poster.scoring import Gold, layer_texts, measure, score_posters, text_similarity
-from hone_poster.structure import score_structure
+from hone_poster.scoring import (
+    Gold,
+    layer_texts,
+    measure,
+    score_accuracy,
+    score_posters,
+    score_structure,
+    text_similarity,
+    texts_of,
+)
 from hone_poster.tasks import make_task
 
 GROUP = 8

@@ -65,13 +65,18 @@ def lint(poster: Poster, rendering: Rendering, gold: Rendering) -> dict[str, flo
         gold: the ground truth's picture.
     """
     texts = rendering.texts
-    readable = {text.layer: text.visible * _with_ease(text.size) for text in texts}
+    readable = {
+        text.layer: text.visible * min(1.0, max(0.0, (text.size - LEGIBLE_FRAC) / (READABLE_FRAC - LEGIBLE_FRAC)))
+        for text in texts
+    }
     seen = {
         number: readable.get(number, rendering.shown[number])
         for number, layer in enumerate(poster.layers)
         if number in readable or not _is_ground(layer, poster)
     }
     boxes_N4 = _boxes([poster.layers[number] for number in seen], poster)
+    low_N2, high_N2 = boxes_N4[:, :2], boxes_N4[:, :2] + boxes_N4[:, 2:]
+    inside_N = ((low_N2 >= MARGIN) & (high_N2 <= 1 - MARGIN)).all(-1)
     return {
         "seen": _mean(list(seen.values())),
         "contrast": _mean([min(1.0, (text.contrast - 1) / (GOOD_CONTRAST - 1)) for text in texts]),
@@ -81,7 +86,7 @@ def lint(poster: Poster, rendering: Rendering, gold: Rendering) -> dict[str, flo
         "readability": _mean([1 - text.gradient for text in texts]),
         "alignment": math.exp(-20 * misalignment(boxes_N4)),
         "density": _density(boxes_N4),
-        "margin": _mean([float(inside) for inside in _keeps_margin(boxes_N4)]),
+        "margin": _mean([float(inside) for inside in inside_N]),
     }
 
 
@@ -144,11 +149,6 @@ def _is_ground(layer: PosterLayer, poster: Poster) -> bool:
     return large and layer.kind in PICTURES
 
 
-def _with_ease(size: float) -> float:
-    """How easily text of a size is read, from 0 to 1."""
-    return min(1.0, max(0.0, (size - LEGIBLE_FRAC) / (READABLE_FRAC - LEGIBLE_FRAC)))
-
-
 def _same_colours(gold: Array, found: Array) -> float:
     """What two pictures share of their colours; 1 when the ground truth has none."""
     if gold.sum() < COLOURLESS:
@@ -168,11 +168,6 @@ def _density(boxes_N4: Array) -> float:
         cells[max(0, round(top)) : max(0, round(top + height)), columns] = True
     covered = float(cells.mean())
     return covered / BEST_DENSITY if covered < BEST_DENSITY else (1 - covered) / (1 - BEST_DENSITY)
-
-
-def _keeps_margin(boxes_N4: Array) -> NDArray[np.bool_]:
-    low, high = boxes_N4[:, :2], boxes_N4[:, :2] + boxes_N4[:, 2:]
-    return np.asarray(((low >= MARGIN) & (high <= 1 - MARGIN)).all(-1))
 
 
 def _mean(values: list[float]) -> float:

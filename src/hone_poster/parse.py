@@ -101,7 +101,12 @@ def read_solution(
     Raises:
         NotAPoster: there is none, there are several, it breaks a bound, or no layer of it has a usable box.
     """
-    found = list(_poster_objects(_answer_part(response)))
+    _, closed, answer = response.rpartition("</think>")
+    if not closed and "<think>" in answer:
+        raise NotAPoster("the reasoning never ends")
+    if len(answer) > MAX_CHARACTERS:
+        raise NotAPoster(f"{len(answer):,} characters, more than {MAX_CHARACTERS:,}")
+    found = list(_poster_objects(answer))
     if not found:
         raise NotAPoster("no JSON object with layers")
     if len(found) > 1 and multi_object == "reject":
@@ -137,16 +142,6 @@ def read_ground_truth(truth: Any, *, geometry: Geometry = "xywh") -> Poster:
     if malformed or not layers:
         raise BadGroundTruth(f"{len(malformed)} of {len(layers) + len(malformed)} layers of the ground truth malformed")
     return Poster(*canvas, layers, images=_images(truth))
-
-
-def _answer_part(response: str) -> str:
-    """The text after the reasoning. Raises NotAPoster if it is too long, or the reasoning is not closed."""
-    _, closed, answer = response.rpartition("</think>")
-    if not closed and "<think>" in answer:
-        raise NotAPoster("the reasoning never ends")
-    if len(answer) > MAX_CHARACTERS:
-        raise NotAPoster(f"{len(answer):,} characters, more than {MAX_CHARACTERS:,}")
-    return answer
 
 
 def _poster_objects(text: str) -> Iterator[dict[str, Any]]:
@@ -202,6 +197,10 @@ def _layer(found: Any, geometry: Geometry) -> PosterLayer | None:
     kind = found.get("type")
     opacity = _number(found.get("opacity"))
     align = found.get("align")
+    font_size = None
+    if "font_size" in found:
+        size = _number(found["font_size"])
+        font_size = 0.0 if size is None or size < MIN_SIDE else min(size, MAX_COORDINATE)
     return PosterLayer(
         kind=kind.strip().lower() if isinstance(kind, str) else "",
         x=x, y=y, width=width, height=height,  # type: ignore[arg-type]
@@ -209,7 +208,7 @@ def _layer(found: Any, geometry: Geometry) -> PosterLayer | None:
         color=_color(found.get("color")),
         fill=_color(found.get("fill")),
         opacity=1.0 if opacity is None else min(1.0, max(0.0, opacity)),
-        font_size=_font_size(found["font_size"]) if "font_size" in found else None,
+        font_size=font_size,
         align=align if align in ("left", "right") else "center",
         image=_handle(found.get("image_id")),
     )  # fmt: skip
@@ -231,15 +230,11 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _font_size(value: Any) -> float:
-    size = _number(value)
-    return 0.0 if size is None or size < MIN_SIDE else min(size, MAX_COORDINATE)
-
-
 def _color(value: Any) -> Color | None:
     """`#rgb`, `#rrggbb`, CSS names and functions, or three numbers up to 255; None for anything else."""
-    if isinstance(value, list) and len(value) == 3 and all(_is_channel(channel) for channel in value):
-        return (int(value[0]), int(value[1]), int(value[2]))
+    if isinstance(value, list) and len(value) == 3:
+        channels = [number for number in map(_number, value) if number is not None and 0 <= number <= 255]
+        return (int(channels[0]), int(channels[1]), int(channels[2])) if len(channels) == 3 else None
     if not isinstance(value, str):
         return None
     try:
@@ -247,11 +242,6 @@ def _color(value: Any) -> Color | None:
     except ValueError:
         return None
     return red, green, blue  # rgb(999,0,0) and hsl(0,9999%,50%) pass Pillow, as numbers beyond a channel
-
-
-def _is_channel(value: Any) -> bool:
-    number = _number(value)
-    return number is not None and 0 <= number <= 255
 
 
 def _handle(value: Any) -> str | None:

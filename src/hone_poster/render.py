@@ -157,7 +157,11 @@ class _Drawing:
 
     def picture(self, layer: PosterLayer, box: Box) -> None:
         left, top, right, bottom = box
-        found = self.find_picture(layer)
+        # Files of the ground truth alone: paths in responses are never opened.
+        name = self.images.get(layer.image) if layer.image is not None else None
+        found = None
+        if name is not None and self.image_root is not None:
+            found = load_picture(self.image_root, name)
         if found is not None:
             part = self.part_of(found, layer, box)
             self.paste(found.resize((right - left, bottom - top), Image.Resampling.BILINEAR, part), box, layer.opacity)
@@ -185,13 +189,6 @@ class _Drawing:
         left, top = min(max(left, 0.0), picture.width - 1e-3), min(max(top, 0.0), picture.height - 1e-3)
         return (left, top, max(left + 1e-3, min(right, picture.width)), max(top + 1e-3, min(bottom, picture.height)))
 
-    def find_picture(self, layer: PosterLayer) -> Image.Image | None:
-        """The picture file of a handle, from the ground truth; paths in responses are never opened."""
-        name = self.images.get(layer.image) if layer.image is not None else None
-        if name is None or self.image_root is None:
-            return None
-        return load_picture(self.image_root, name)
-
     def paste(self, picture: Image.Image, box: Box, opacity: float) -> None:
         if opacity >= 1:
             self.image.paste(picture, box)
@@ -208,7 +205,9 @@ class _Drawing:
         gray = np.asarray(area.convert("L"), np.int16)
         color = layer.color or max((_BLACK, _WHITE), key=lambda c: contrast_ratio(c, mean))
         pictured = float(self.pictured[top:bottom, left:right].mean()) if layer.opacity >= 0.5 else 0.0
-        return _Under(color, _steepness(gray), pictured)
+        # The mean difference of neighbouring pixels, over the largest possible one.
+        across, down = (float(np.abs(np.diff(gray, axis=axis)).sum()) for axis in (1, 0))
+        return _Under(color, min(1.0, (across + down) / (2 * 255 * gray.size)), pictured)
 
     def text(self, layer: PosterLayer, block: TextBlock, under: _Under) -> None:
         if layer.opacity == 0 or not self.is_drawable(block):
@@ -347,10 +346,3 @@ def load_picture(root: Path, name: str) -> Image.Image | None:
 def _luminance(color: Sequence[float]) -> float:
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in color))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def _steepness(gray: NDArray[np.int16]) -> float:
-    """Mean difference of neighbouring pixels, over the largest possible one."""
-    across = np.abs(np.diff(gray, axis=1)).sum() if gray.shape[1] > 1 else 0.0
-    down = np.abs(np.diff(gray, axis=0)).sum() if gray.shape[0] > 1 else 0.0
-    return float(min(1.0, (across + down) / (2 * 255 * gray.size)))

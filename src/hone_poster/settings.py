@@ -67,10 +67,6 @@ class PosterSettings:
         """The visual scorer; raises ValueError if there is none of this name, or its arguments do not fit."""
         return visual_scorer(self.visual, self.visual_args)
 
-    @property
-    def scorer_name(self) -> str:
-        return f"visual: {self.scorer.model if self.scorer is not None else 'none'}"
-
     @cached_property
     def weights(self) -> tuple[float, float, float]:
         """Of structure, accuracy and looks, with a sum of 1; looks without a scorer have none."""

@@ -31,6 +31,8 @@ _AUTO_STEPS = 8
 _TOKEN = re.compile(r"\n|[ \t]+|[\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef]|[^\s\u1100-\u11ff"
                     r"\u2e80-\ua4cf\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef]+")  # fmt: skip
 """A line break, white space, one wide character, or a word."""
+_INDENT = {"left": 0.0, "center": 0.5, "right": 1.0}
+"""Share of a line's free width that is in front of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def typeset(layer: PosterLayer, scale: float, *, padded: bool = False, max_chara
     num_characters = sum(not character.isspace() for character in layer.text)
     fit = sum(len(line.text.replace(" ", "")) for line in shown) / max(1, num_characters)
     y = top + (height - len(shown) * LINE_HEIGHT * size) / 2
-    starts = [left + _indent(layer.align) * (width - line.width * size) for line in shown]
+    starts = [left + _INDENT[layer.align] * (width - line.width * size) for line in shown]
     runs = [
         run
         for number, (line, x) in enumerate(zip(shown, starts, strict=True))
@@ -161,10 +163,6 @@ def _parts(token: _Word, width: float) -> Iterator[_Word]:
 
 def _stripped(text: str, width: float) -> _Word:
     return _Word(text[:-1], width - advance(" ")) if text.endswith(" ") else _Word(text, width)
-
-
-def _indent(align: str) -> float:
-    return {"left": 0.0, "center": 0.5, "right": 1.0}[align]
 
 
 def _runs(text: str, x: float, baseline: float, size: float) -> Iterator[GlyphRun]:

@@ -25,7 +25,7 @@ from faulty_server import SILENCE, Answer, FaultyServer, good_reply, score_of
 
 from hone.data.pack import collate
 from hone.errors import RewardError
-from hone.reward.metrics import component_metrics
+from hone.reward.aggregate import component_metrics
 from hone.types import Fault, Group
 
 TEXTS = [[f"group {g} sample {s}: " + "word " * (g + s) for s in range(4)] for g in range(5)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hone.data.pack import collate
-from hone.reward.metrics import component_metrics
+from hone.reward.aggregate import component_metrics
 from hone.types import Fault
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "pattern": "^(a+)+$"}}, "required": ["name"]}

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hone.errors import ConfigError
+from hone.reward.aggregate import component_metrics
 from hone.reward.foreign import Unfit, adapted
-from hone.reward.metrics import component_metrics
 from hone.reward.resolve import Unusable, load, resolve
 from hone.reward.rewards import first_fault
 from hone.reward.signature import check_scores, declared_range, overrun_score

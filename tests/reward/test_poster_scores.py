@@ -14,16 +14,14 @@ import pytest
 from poster_table import GROUND_TRUTH
 
 from hone.observe.metrics import find_metric
-from hone.reward.metrics import component_metrics
+from hone.reward.aggregate import component_metrics
 from hone.types import Fault
 from hone_poster import PosterSettings
-from hone_poster.accuracy import Text, normalize, score_accuracy
 from hone_poster.lint import PARTS, WEIGHTS, lint, lint_score, misalignment, overlap
 from hone_poster.parse import Poster
 from hone_poster.parse import PosterLayer as Layer
 from hone_poster.render import render
-from hone_poster.scoring import score_posters
-from hone_poster.structure import score_structure
+from hone_poster.scoring import Text, normalize, score_accuracy, score_posters, score_structure
 from hone_poster.tasks import make_task
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "poster"

@@ -13,7 +13,7 @@ from hone.reward.openai import ChatAnswer, parse_chat_answer
 from hone.types import Fault
 from hone_poster import PosterSettings, render_png
 from hone_poster.scoring import score_posters
-from hone_poster.visualquality import NoRating, VisualQuality, parse_rating
+from hone_poster.visual import NoRating, VisualQuality, parse_rating
 
 
 def rate(url: str, pictures: int = 1, **keys: object) -> list[float | NoRating]:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from hone.config.run import RewardComponent, RewardSection
 from hone.errors import RewardError
-from hone.reward.metrics import component_metrics
+from hone.reward.aggregate import component_metrics
 from hone.reward.pool import RewardPool
 from hone.reward.rewards import Component, Rewards, UnscoredBound, first_fault
 from hone.types import Fault, Group, Prompt, Sample, Score, VersionSpan

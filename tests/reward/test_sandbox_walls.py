@@ -13,10 +13,9 @@ from needs import PYTHON_OF_ALL, missing
 
 from hone.reward.code import CodeSettings
 from hone.reward.sandbox import local
-from hone.reward.sandbox.bare import BareProcess
 from hone.reward.sandbox.base import Limits, ProgramEnding, SandboxFault, SandboxUnavailable, Stdin
 from hone.reward.sandbox.bubblewrap import Bubblewrap, seccomp_filter
-from hone.reward.sandbox.local import Interpreter
+from hone.reward.sandbox.local import BareProcess, Interpreter
 
 LIMITS = Limits(cpu_s=20, wall_s=60.0, memory_bytes=512 << 20, processes=8, output_bytes=1 << 16, disk_bytes=8 << 20)
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS

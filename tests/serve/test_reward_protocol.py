@@ -50,8 +50,7 @@ def test_a_batch_is_answered_item_by_item_in_order(served):
         {"id": "no answer", "solution_str": "4"},
     ]
     response = served.post("/v1/rewards", {"items": items})
-    reply = RewardReply.model_validate(response.json())
-    reply.check(RewardRequest.model_validate({"items": items}).items)
+    reply = RewardReply.to(RewardRequest.model_validate({"items": items}).items, response.json())
     right, wrong, unusable = reply.results
     assert (right.score, wrong.score, unusable.score) == (1 + 0.25 * 1, 0 + 0.25 * 3, None)
     assert right.components["words"].score == 1.0 and right.components["words"].weight == 0.25

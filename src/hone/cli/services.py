@@ -37,7 +37,7 @@ def up(
 ) -> None:
     """Start the services of a file and leave them running; runs of the same file use them."""
     loaded = load_services(run_file, overrides or ())
-    from hone.services import up as supervisor
+    from hone.services import supervisor
     from hone.services.state import runtime_folder
 
     folder = runtime_folder() / _checked_name(loaded.name if name is None else name)
@@ -94,7 +94,7 @@ def stop(
     if (what is None) == (not everything):
         raise typer.BadParameter("name one of `hone status` or a run's folder, or say --all")
     from hone.services.state import kept_up, runtime_folder
-    from hone.services.up import stop_supervisor
+    from hone.services.supervisor import stop_supervisor
 
     running = kept_up(runtime_folder())
     if what is not None and what not in running:

@@ -24,7 +24,7 @@ from hone.loop.buffer import GroupBuffer
 from hone.loop.gate import check_first_step
 from hone.loop.run import PolicyRun, due, now
 from hone.loop.summaries import staleness_shares, summarize
-from hone.reward.metrics import component_metrics
+from hone.reward.aggregate import component_metrics
 from hone.rollout.engine import Request
 from hone.runtime.processes import spared_collector, unless_stopped
 from hone.train.trainer import Trainer

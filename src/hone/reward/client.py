@@ -16,6 +16,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -169,26 +170,22 @@ class ServiceReward:
         """Scores by id, and the refusal that left some without a value."""
         results: dict[str, ItemResult] = {}
         why, refused = "", None
+        call, asked = self._endpoints.call(deadline_s=self._settings.deadline_s), items
         try:
-            await self._fill(results, items)
+            while True:
+                for result in await self._ask(call, asked):
+                    results[result.id] = result
+                failed = [item for item in asked if (error := results[item.id].error) is not None and error.retryable]
+                if not failed:
+                    break
+                if self._settings.mode == "pointwise":  # a group without its members would be another group
+                    asked = failed
+                await call.again(f"{results[failed[0].id].error}")
         except (Unavailable, Refused) as error:
             why = str(error)[:DETAIL_CHARACTERS]
             refused = error if isinstance(error, Refused) else None
         missing = Score(None, Fault.INFRA, why)
         return {item.id: _score(results[item.id]) if item.id in results else missing for item in items}, refused
-
-    async def _fill(self, results: dict[str, ItemResult], items: Sequence[Item]) -> None:
-        """Ask for every item until none is left that may be scored later; results so far survive an exception."""
-        call = self._endpoints.call(deadline_s=self._settings.deadline_s)
-        while True:
-            for result in await self._ask(call, items):
-                results[result.id] = result
-            failed = [item for item in items if (error := results[item.id].error) is not None and error.retryable]
-            if not failed:
-                return
-            if self._settings.mode == "pointwise":  # a group without its members would be another group
-                items = failed
-            await call.again(f"{results[failed[0].id].error}")
 
     async def _ask(self, call: RetryingCall, items: Sequence[Item]) -> list[ItemResult]:
         settings = self._settings
@@ -196,13 +193,7 @@ class ServiceReward:
         request = RewardRequest(
             reward=settings.reward, mode=settings.mode, timeout_ms=timeout_ms, **request_parts(items)
         )
-
-        def check(answer: Any) -> RewardReply:
-            reply = RewardReply.model_validate(answer)
-            reply.check(items)
-            return reply
-
-        reply = await call.post(PATH, request.model_dump(mode="json"), check)
+        reply = await call.post(PATH, request.model_dump(mode="json"), partial(RewardReply.to, items))
         fingerprint = reply.server.fingerprint
         if self.fingerprint is None or self._settings.allow_other_fingerprint:
             self.fingerprint = fingerprint

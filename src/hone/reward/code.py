@@ -18,13 +18,11 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from hone.config.run import Section, key
 from hone.reward.args import settings_of
 from hone.reward.http import token_from
-from hone.reward.sandbox.bare import BareProcess
 from hone.reward.sandbox.base import (
     Limits,
     ProgramEnding,
@@ -35,6 +33,7 @@ from hone.reward.sandbox.base import (
     SandboxUnavailable,
 )
 from hone.reward.sandbox.bubblewrap import Bubblewrap
+from hone.reward.sandbox.local import BareProcess
 from hone.reward.sandbox.remote import Remote
 from hone.reward.sandbox.unit_tests import BadTests, UnitTest, read_tests
 from hone.reward.signature import Range, ScoreSample
@@ -141,17 +140,21 @@ class CodeReward:
 
     def begin(self, prompt: Prompt) -> ScoreSample:
         """See `StreamingScorer`. Equal programs of one prompt are run once."""
-        column = self._settings.column
+        column, tests = self._settings.column, ()
+        bad_row: Score | None = None
         try:
             tests = read_tests(prompt.answer if column is None else prompt.columns.get(column))
         except BadTests as error:
-            return _always(Score(None, Fault.DATA, str(error)[:DETAIL_CHARACTERS]))
+            bad_row = Score(None, Fault.DATA, str(error)[:DETAIL_CHARACTERS])
         verdicts: dict[str, asyncio.Task[Score]] = {}
 
         async def score_sample(sample: Sample) -> Score:
-            program = _program(sample.text)
-            if isinstance(program, Score):
-                return program
+            if bad_row is not None:
+                return bad_row
+            try:
+                program = last_program(sample.text)
+            except NoProgram as error:
+                return Score(0.0, Fault.MODEL, str(error))
             if program not in verdicts:
                 verdicts[program] = asyncio.create_task(self._judge(program, tests))
             return await verdicts[program]
@@ -178,7 +181,9 @@ class CodeReward:
                     logging.getLogger(__name__).warning("programs run WITHOUT a sandbox (%s)", "; ".join(reasons))
                 self.sandbox = sandbox
                 return
-            self._unavailable = "; ".join(reasons) + _hint(self._settings)
+            if self._settings.remote_url is None and not self._settings.allow_unsafe_local_exec:
+                reasons.append("no remote_url is set and allow_unsafe_local_exec is off")
+            self._unavailable = "; ".join(reasons)
             self._next_start = time.monotonic() + self._start_again_s
 
     async def _judge(self, source: str, tests: Sequence[UnitTest]) -> Score:
@@ -191,8 +196,7 @@ class CodeReward:
         failed = lost = 0
         while True:
             try:
-                verdict = await self._run_tests(sandbox, source, tests)
-                return verdict.score(len(tests), fraction=self._settings.score == "fraction")
+                return await self._run_tests(sandbox, source, tests)
             except SandboxLost as error:
                 lost += 1
                 if lost == TRIES:
@@ -202,64 +206,30 @@ class CodeReward:
                 if failed == TRIES:
                     return Score(None, Fault.INFRA, str(error)[:DETAIL_CHARACTERS])
 
-    async def _run_tests(self, sandbox: Sandbox, source: str, tests: Sequence[UnitTest]) -> ProgramVerdict:
-        verdict = ProgramVerdict()
+    async def _run_tests(self, sandbox: Sandbox, source: str, tests: Sequence[UnitTest]) -> Score:
+        """The score; a fault of the model if no test passed and the first did not fail by a wrong output."""
+        passed, only_all = 0, self._settings.score == "all"
+        first_failed: tuple[int, ProgramRun] | None = None
         async with sandbox.open(source) as session:
             deadline = time.monotonic() + self._settings.program_wall_s
             for number, test in enumerate(tests, 1):
-                if time.monotonic() >= deadline:
-                    verdict.fail(number, ProgramRun(ProgramEnding.TIME, b""))
-                    return verdict
-                run = await session.run(test.given)
+                is_late = time.monotonic() >= deadline
+                run = ProgramRun(ProgramEnding.TIME, b"") if is_late else await session.run(test.given)
                 if run.ending is ProgramEnding.LOST:
                     raise SandboxLost(run.detail)
                 if test.passed_by(run, self._settings.tolerance):
-                    verdict.passed += 1
+                    passed += 1
                     continue
-                verdict.fail(number, run)
-                if self._settings.score == "all":
-                    return verdict
-        return verdict
-
-
-@dataclass(slots=True)
-class ProgramVerdict:
-    """Test results of a program so far."""
-
-    passed: int = 0
-    first_failed: int = 0
-    """Number of the first test that failed, from 1; 0: none."""
-    first: ProgramRun | None = None
-    """How that one ended."""
-
-    def fail(self, number: int, run: ProgramRun) -> None:
-        if self.first is None:
-            self.first_failed, self.first = number, run
-
-    def score(self, num_tests: int, *, fraction: bool) -> Score:
-        """The score; a fault of the model if no test passed and the first did not fail by a wrong output."""
-        value = self.passed / num_tests if fraction else float(self.passed == num_tests)
-        if self.first is None:
+                first_failed = first_failed or (number, run)
+                if is_late or only_all:
+                    break
+        value = float(passed == len(tests)) if only_all else passed / len(tests)
+        if first_failed is None:
             return Score(value)
-        why = _WHY.get(self.first.ending, self.first.detail)
-        detail = f"test {self.first_failed} of {num_tests}: {why}"[:DETAIL_CHARACTERS]
-        broken = value == 0.0 and self.first.ending is not ProgramEnding.FINISHED
+        number, run = first_failed
+        detail = f"test {number} of {len(tests)}: {_WHY.get(run.ending, run.detail)}"[:DETAIL_CHARACTERS]
+        broken = value == 0.0 and run.ending is not ProgramEnding.FINISHED
         return Score(value, Fault.MODEL if broken else None, detail)
-
-
-def _program(text: str) -> str | Score:
-    """The program of a response, or the score of a response without one."""
-    try:
-        return last_program(text)
-    except NoProgram as error:
-        return Score(0.0, Fault.MODEL, str(error))
-
-
-def _always(score: Score) -> ScoreSample:
-    async def score_sample(sample: Sample) -> Score:
-        return score
-
-    return score_sample
 
 
 def _allowed_sandboxes(settings: CodeSettings, reasons: list[str]) -> list[Sandbox]:
@@ -277,12 +247,6 @@ def _allowed_sandboxes(settings: CodeSettings, reasons: list[str]) -> list[Sandb
     if settings.allow_unsafe_local_exec:
         candidates.append(BareProcess(limits, num_slots=num_slots, python=settings.python))
     return candidates
-
-
-def _hint(settings: CodeSettings) -> str:
-    if settings.remote_url is not None or settings.allow_unsafe_local_exec:
-        return ""
-    return "; no remote_url is set and allow_unsafe_local_exec is off"
 
 
 _FENCE = re.compile(r"( *)(`{3,}|~{3,})([^`]*)")
@@ -311,7 +275,11 @@ def last_program(text: str) -> str:
     indented = margin = 0
     for line in answer.split("\n"):
         if not fence:
-            margin = _margin(line, margin)
+            # Where the text of the list item begins that the line is in; 0 outside of lists.
+            if item := _LIST_ITEM.match(line):
+                margin = item.end()
+            elif line.strip() and not line.startswith(" " * margin):
+                margin = 0
             opening = _FENCE.fullmatch(" " * margin + line[margin:].rstrip("\r"))
             if opening is not None and len(opening[1]) <= margin + _MOST_INDENTED:
                 indented, fence, info, lines = len(opening[1]), opening[2], opening[3].strip(), []
@@ -334,10 +302,3 @@ def last_program(text: str) -> str:
     if found is None:
         raise NoProgram("no code block")
     return found
-
-
-def _margin(line: str, margin: int) -> int:
-    """Where the text of the list item begins that a line is in; 0 outside of lists."""
-    if item := _LIST_ITEM.match(line):
-        return item.end()
-    return margin if not line.strip() or line.startswith(" " * margin) else 0

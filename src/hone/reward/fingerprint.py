@@ -30,7 +30,8 @@ def fingerprint(loaded: Loaded) -> str:
     components = loaded.config.reward.components
     settings = [{"use": c.use, "name": c.name, "weight": c.weight, "args": c.args} for c in components]
     users = code_files((component.use for component in components), folder)
-    files = [*_own_files(), *users, *named_files([c.args for c in components], folder)]
+    own = [path for path in (_PACKAGE / "reward").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    files = [_PACKAGE / "types.py", *own, *users, *named_files([c.args for c in components], folder)]
     contents = sorted((path.name, digest(path)) for path in set(files))  # by name: folders differ between machines
     text = json.dumps([hone.__version__, settings, contents], sort_keys=True, default=str)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
@@ -40,13 +41,6 @@ def digest(path: Path) -> str:
     """Of all bytes of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _own_files() -> Iterator[Path]:
-    yield _PACKAGE / "types.py"
-    for path in (_PACKAGE / "reward").rglob("*"):
-        if path.is_file() and path.suffix != ".pyc":
-            yield path
 
 
 def code_files(uses: Iterable[str], folder: Path) -> Iterator[Path]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from hone.reward.signature import RewardFunction, all_faulty, plain_value, plain_values
 from hone.runtime.user_code import describe
-from hone.types import Fault, Group, Sample, Score
+from hone.types import Fault, Group, Score
 
 FORMS = (
     "A reward is one of: f(group, **args), ours; f(prompts, completions, **columns), TRL's; "
@@ -143,14 +143,10 @@ def _trl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_ForeignCall]:
         "log_metric": logged.__setitem__,
         "log_extra": logged.__setitem__,
     }
-    if all(_has_tokens(sample) for sample in samples):
+    # A service may be sent a response without its tokens, or with their number alone.
+    if all(not sample.text or (len(sample.token_ids) and sample.token_ids.min() >= 0) for sample in samples):
         offered["completion_ids"] = [sample.token_ids.tolist() for sample in samples]
     return [_ForeignCall({**columns, **offered, **args}, logged)]
-
-
-def _has_tokens(sample: Sample) -> bool:
-    """A service may be sent a response without them, or with their number alone."""
-    return not sample.text or bool(len(sample.token_ids) and sample.token_ids.min() >= 0)
 
 
 def _read_trl(group: Group, calls: Sequence[_ForeignCall], returned: Sequence[Any]) -> Any:
@@ -200,16 +196,16 @@ def _verl_calls(group: Group, args: Mapping[str, Any]) -> Sequence[_ForeignCall]
 
 def _read_verl(group: Group, calls: Sequence[_ForeignCall], returned: Sequence[Any]) -> Any:
     """A number each, or a dictionary with it as `score`, whose other numbers become metrics."""
-    return [_read_verl_score(value) for value in returned]
-
-
-def _read_verl_score(returned: Any) -> Any:
-    if not isinstance(returned, Mapping):
-        return plain_value(returned)
-    if "score" not in returned:
-        return Score(None, Fault.INFRA, f"returned a dictionary without 'score': {_names(returned)}")
-    others = {name: value for name, value in returned.items() if name != "score"}
-    return _with_metrics([plain_value(returned["score"])], others)[0]
+    scores: list[Any] = []
+    for found in returned:
+        if not isinstance(found, Mapping):
+            scores.append(plain_value(found))
+        elif "score" not in found:
+            scores.append(Score(None, Fault.INFRA, f"returned a dictionary without 'score': {_names(found)}"))
+        else:
+            others = {name: value for name, value in found.items() if name != "score"}
+            scores += _with_metrics([plain_value(found["score"])], others)
+    return scores
 
 
 _TRL = _Form(

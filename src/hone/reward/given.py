@@ -20,14 +20,6 @@ from hone.reward.signature import all_faulty, check_scores, declared_range
 from hone.runtime.user_code import describe
 from hone.types import Group, Score
 
-
-def _own(group: Group) -> Group:
-    """The group with a row of its own: what the function changes in it no other component sees."""
-    prompt = group.prompt
-    row = {"answer": prompt.answer, "columns": prompt.columns, "messages": prompt.messages}
-    return replace(group, prompt=replace(prompt, **copy.deepcopy(row)))
-
-
 GIVEN: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("GIVEN", default={})  # noqa: B039  never changed
 """The functions of the program that is training now, by name."""
 
@@ -61,9 +53,12 @@ class GivenReward:
         pass
 
     async def score(self, group: Group) -> tuple[Score, ...]:
+        prompt = group.prompt
+        row = {"answer": prompt.answer, "columns": prompt.columns, "messages": prompt.messages}
         async with self._turn:
-            try:
-                returned = await asyncio.to_thread(self._function, _own(group))
+            try:  # with a row of its own: what the function changes in it no other component sees
+                own = replace(group, prompt=replace(prompt, **copy.deepcopy(row)))
+                returned = await asyncio.to_thread(self._function, own)
                 returned = await returned if inspect.isawaitable(returned) else returned
                 return check_scores(returned, group, self.hone_range)
             except (Exception, SystemExit) as error:  # boundary: a user's function may raise anything

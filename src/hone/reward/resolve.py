@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
@@ -76,12 +76,23 @@ def load(target: FunctionRef, args: Mapping[str, Any]) -> RewardFunction:
     Raises:
         Unusable: the import fails, the function is not there, or its signature does not fit.
     """
-    function = _function(_import(target.place), target)
+    name = target.function
     try:
-        function = adapted(function, target.function)
+        function = adapted(import_function(target), name)
     except Unfit as error:
         raise Unusable(str(error)) from error
-    _check_arguments(function, target.function, args)
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, **args)
+    except TypeError as error:
+        names = [p for p in list(signature.parameters)[1:] if p not in args]
+        unknown = [arg for arg in args if arg not in signature.parameters]
+        hint = did_you_mean(unknown[0], names) if unknown else ""
+        raise Unusable(f"{name}{signature} does not fit args {dict(args)}: {error}.{hint}") from error
+    try:
+        getattr(function, "hone_check_args", lambda _: None)(args)
+    except ValueError as error:
+        raise Unusable(f"args of {name}: {error}") from error
     return function
 
 
@@ -126,11 +137,11 @@ def picture_of_responses(components: Sequence[RewardComponent]) -> Callable[[str
 
 
 def import_function(target: FunctionRef) -> Any:
-    """A function of the user's that is no reward. Raises Unusable when the import fails or there is none."""
-    return _function(_import(target.place), target)
-
-
-def _function(module: ModuleType, target: FunctionRef) -> Any:
+    """The function as it is, a reward or not. Raises Unusable when the import fails or there is none."""
+    try:
+        module = import_module(target.place, "reward")
+    except (Exception, SystemExit) as error:  # boundary: the user's module may raise anything while it is imported
+        raise Unusable(f"{target.place} cannot be imported: {describe(error)}") from error
     found = getattr(module, target.function, None)
     if found is None:
         own = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
@@ -144,25 +155,3 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or nothing."""
     close = nearest(name, choices, cutoff=50)
     return f" Did you mean {close!r}?" if close else ""
-
-
-def _import(place: str) -> ModuleType:
-    try:
-        return import_module(place, "reward")
-    except (Exception, SystemExit) as error:  # boundary: the user's module may raise anything while it is imported
-        raise Unusable(f"{place} cannot be imported: {describe(error)}") from error
-
-
-def _check_arguments(function: RewardFunction, name: str, args: Mapping[str, Any]) -> None:
-    signature = inspect.signature(function)
-    try:
-        signature.bind(None, **args)
-    except TypeError as error:
-        names = [p for p in list(signature.parameters)[1:] if p not in args]
-        unknown = [arg for arg in args if arg not in signature.parameters]
-        hint = did_you_mean(unknown[0], names) if unknown else ""
-        raise Unusable(f"{name}{signature} does not fit args {dict(args)}: {error}.{hint}") from error
-    try:
-        getattr(function, "hone_check_args", lambda _: None)(args)
-    except ValueError as error:
-        raise Unusable(f"args of {name}: {error}") from error

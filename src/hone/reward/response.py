@@ -46,9 +46,13 @@ class TooLong(RetryableFailure):
 
 async def json_of(response: httpx.Response, max_bytes: int) -> Any:
     """The decoded JSON of an answer of at most `max_bytes`. Raises RetryableFailure (also TooLong) and Refused."""
-    if response.status_code == 200:
-        return _decoded(await body_of(response, max_bytes))
-    raise _failure(response, _reason(await body_of(response, _REASON_BYTES)))
+    if response.status_code != 200:
+        raise _failure(response, _reason(await body_of(response, _REASON_BYTES)))
+    body = await body_of(response, max_bytes)
+    try:
+        return decode_json(body)
+    except ValueError as error:
+        raise RetryableFailure(f"the answer is not JSON: {error}", is_invalid=True) from None
 
 
 async def body_of(response: httpx.Response, max_bytes: int) -> bytes:
@@ -67,13 +71,6 @@ async def body_of(response: httpx.Response, max_bytes: int) -> bytes:
 def one_line(text: str) -> str:
     """As it can stand in an error message."""
     return " ".join(text.split())[:DETAIL_CHARACTERS]
-
-
-def _decoded(body: bytes) -> Any:
-    try:
-        return decode_json(body)
-    except ValueError as error:
-        raise RetryableFailure(f"the answer is not JSON: {error}", is_invalid=True) from None
 
 
 def _failure(response: httpx.Response, reason: str) -> RetryableFailure | Refused:

@@ -359,19 +359,17 @@ class UnscoredBound:
             self._samples -= left_samples
             self._unscored -= left_unscored
         if unscored and self._unscored > self._allowed:
-            raise RewardError(self._message(group))
-
-    def _message(self, group: Group) -> str:
-        causes = Counter[str]()
-        for _, unscored, cause in self._groups:
-            if unscored:
-                causes[cause] += unscored
-        most, count = causes.most_common(1)[0]
-        return (
-            f"{self._unscored} of the last {self._samples} samples could not be scored; reward.max_unscored_frac "
-            f"allows {self._allowed:g} in a window of {self._window_samples}. Most frequent cause, {count} samples: "
-            f"{most} (last seen with prompt {group.prompt.id}). Nothing was trained on these samples. Fix the reward."
-        )
+            causes = Counter[str]()
+            for _, lost, cause in self._groups:
+                if lost:
+                    causes[cause] += lost
+            most, count = causes.most_common(1)[0]
+            raise RewardError(
+                f"{self._unscored} of the last {self._samples} samples could not be scored; reward.max_unscored_frac "
+                f"allows {self._allowed:g} in a window of {self._window_samples}. Most frequent cause, {count} "
+                f"samples: {most} (last seen with prompt {group.prompt.id}). Nothing was trained on these samples. "
+                "Fix the reward."
+            )
 
 
 def _scorer(component: RewardComponent, folder: Path, pool: RewardPool, key: str, services: Addresses) -> Scorer:

@@ -160,17 +160,13 @@ def all_faulty(num_samples: int, detail: str, fault: Fault = Fault.INFRA) -> tup
 def _check_score(value: Any, declared: Range) -> Score:
     if type(value) is float:
         return _plain(value, declared)
-    if isinstance(value, Score):
-        return _check_typed(value, declared)
     if value is None:
         return Score(None, Fault.INFRA, "returned None")
     if isinstance(value, Real):
         return _plain(float(value), declared)
-    return Score(None, Fault.INFRA, f"gave {type(value).__name__}, not a number")
-
-
-def _check_typed(score: Score, declared: Range) -> Score:
-    value = score.value
+    if not isinstance(value, Score):
+        return Score(None, Fault.INFRA, f"gave {type(value).__name__}, not a number")
+    score, value = value, value.value
     if score.fault is Fault.MODEL and declared.minimum is not None:
         value = declared.minimum
     if value is not None and (problem := declared.problem(value)) is not None:

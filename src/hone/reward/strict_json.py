@@ -30,7 +30,7 @@ def decode_json(body: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     if depth > max_depth:
         raise ValueError(f"nested {depth} deep; at most {max_depth} is allowed")
     text = whole_characters(body).decode("utf-8")
-    return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    return json.loads(text, parse_constant=refuse_constant, parse_float=_finite)
 
 
 def whole_characters(body: bytes) -> bytes:
@@ -69,7 +69,8 @@ def plain(value: Any, path: str = "value") -> Any:
     raise ValueError(f"{path} is {type(value).__name__}, which JSON cannot say; turn it into text or numbers")
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """For `json.loads(parse_constant=...)`: NaN and infinities raise ValueError."""
     raise ValueError(f"{name} is not JSON")
 
 

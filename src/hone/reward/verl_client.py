@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -83,14 +84,8 @@ async def _result(item: Item, endpoints: Endpoints, reward: str | None, deadline
     call = endpoints.call(deadline_s=deadline_s)
     timeout_ms = max(1, int(1000 * _SERVER_SHARE * call.try_s))
     body = RewardRequest(reward=reward, timeout_ms=timeout_ms, items=[item]).model_dump(mode="json")
-
-    def check(answer: Any) -> RewardReply:
-        reply = RewardReply.model_validate(answer)
-        reply.check([item])
-        return reply
-
     while True:
-        (result,) = (await call.post("/v1/rewards", body, check)).results
+        (result,) = (await call.post("/v1/rewards", body, partial(RewardReply.to, [item]))).results
         if result.error is None or not result.error.retryable:
             return result
         await call.again(result.error.detail)

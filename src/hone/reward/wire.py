@@ -202,12 +202,9 @@ class ItemResult(Wire):
         is_ok = self.status == "ok"
         if is_ok != (self.score is not None) or is_ok != (self.error is None):
             raise ValueError(f"status {self.status!r} with score {self.score} and error {self.error}")
-        if self.score is not None:
-            self._check_number(self.score)
-        return self
-
-    def _check_number(self, score: float) -> None:
-        low, high = self.min, self.max
+        if self.score is None:
+            return self
+        score, low, high = self.score, self.min, self.max
         slack = SUM_TOLERANCE * max(1.0, abs(score))
         if (low is not None and score < low - slack) or (high is not None and score > high + slack):
             raise ValueError(f"score {score} is outside [{low}, {high}]")
@@ -216,6 +213,7 @@ class ItemResult(Wire):
             total, scale = sum(terms), max(1.0, *(abs(term) for term in terms), abs(score))
             if not (math.isfinite(scale) and abs(score - total) <= SUM_TOLERANCE * scale):
                 raise ValueError(f"score {score} is not the weighted sum of its components, {total}")
+        return self
 
 
 class ServerInfo(Wire):
@@ -244,13 +242,16 @@ class RewardReply(Wire):
     summary: RewardSummary
     elapsed_ms: FiniteFloat = Field(ge=0)
 
-    def check(self, items: Sequence[Item]) -> None:
-        """Raises ValueError unless there is one result per item, in order."""
-        if len(self.results) != len(items):
-            raise ValueError(f"{len(self.results)} results for {len(items)} items")
-        for number, (result, item) in enumerate(zip(self.results, items, strict=True)):
+    @classmethod
+    def to(cls, items: Sequence[Item], answer: Any) -> Self:
+        """The reply that an answer in JSON is. Raises ValueError unless it has one valid result per item, in order."""
+        reply = cls.model_validate(answer)
+        if len(reply.results) != len(items):
+            raise ValueError(f"{len(reply.results)} results for {len(items)} items")
+        for number, (result, item) in enumerate(zip(reply.results, items, strict=True)):
             if result.id != item.id:
                 raise ValueError(f"result {number} is of item {result.id!r}, not of {item.id!r}")
+        return reply
 
 
 # ---- a group to items, items to groups

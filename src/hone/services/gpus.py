@@ -72,16 +72,13 @@ def assumed_devices(config: RunConfig) -> FoundDevices:
     return here if config.cluster.address is None or said is None else replace(here, per_node=said)
 
 
-def _c_compiler() -> frozenset[str]:
-    """`cc` where there is a C compiler that Triton finds."""
-    return frozenset(["cc"] if os.environ.get("CC") or any(map(which, ("cc", "gcc", "clang"))) else [])
-
-
 def settled_on(loaded: Loaded, found: FoundDevices) -> tuple[Loaded, tuple[AutoChoice, ...]]:
     """A run file as it runs on these devices with what is installed here, and what every `auto` in it stands for."""
-    installed = frozenset(name for name in ("ray", "vllm", "triton") if find_spec(name) is not None) | _c_compiler()
+    installed = {name for name in ("ray", "vllm", "triton") if find_spec(name) is not None}
+    if os.environ.get("CC") or any(map(which, ("cc", "gcc", "clang"))):  # a C compiler that Triton finds
+        installed.add("cc")
     shape = architecture_of(loaded.config, loaded.run_file.parent)
-    found_to_be = settled(loaded.config, found, installed=installed, shape=shape)
+    found_to_be = settled(loaded.config, found, installed=frozenset(installed), shape=shape)
     return replace(loaded, config=found_to_be.config), found_to_be.choices
 
 

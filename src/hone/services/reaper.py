@@ -36,7 +36,11 @@ def main(log: str, stop_timeout_s: float, folder: str, command: list[str]) -> No
     libc = ctypes.CDLL(None) if _LINUX else None
     if libc is not None:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    woken = _wake_on(signal.SIGCHLD, signal.SIGTERM)
+    woken, write = os.pipe()  # says the numbers of signals as they arrive
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     reaper = os.getpid()
 
     def die_with_reaper() -> None:
@@ -137,16 +141,6 @@ def _children() -> list[int]:
 def _signal(send: Callable[[int, int], None], number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         send(number, signal.SIGKILL)
-
-
-def _wake_on(*signals: int) -> int:
-    """A file descriptor that says the numbers of signals as they arrive."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write)
-    for number in signals:
-        signal.signal(number, lambda *_: None)
-    return read
 
 
 def _report(line: str) -> None:

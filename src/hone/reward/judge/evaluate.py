@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -107,16 +106,13 @@ def read_pairs(path: Path) -> list[JudgedPair]:
             raise DataError(f"{path}:{number}: no prompt; a row has prompt, chosen, rejected and perhaps answer")
         if not all(isinstance(row.get(name), str) for name in ("chosen", "rejected")):
             raise DataError(f"{path}:{number}: chosen and rejected must be texts")
-        pairs.append(JudgedPair(_prompt(row, number), row["chosen"], row["rejected"]))
+        given = row["prompt"]
+        text, messages = (given, None) if isinstance(given, str) else ("", tuple(given))
+        prompt = Prompt(f"row {number}", number, text, NO_TOKENS[0], row.get("answer"), row, messages)
+        pairs.append(JudgedPair(prompt, row["chosen"], row["rejected"]))
     if not pairs:
         raise DataError(f"{path}: no rows")
     return pairs
-
-
-def _prompt(row: dict[str, Any], number: int) -> Prompt:
-    given = row["prompt"]
-    text, messages = (given, None) if isinstance(given, str) else ("", tuple(given))
-    return Prompt(f"row {number}", number, text, NO_TOKENS[0], row.get("answer"), row, messages)
 
 
 def _verdict(scores: Sequence[Score]) -> float | None:

@@ -13,9 +13,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from hone.reward.openai import ChatAnswer
+from hone.reward.strict_json import refuse_constant
 
 Method = Literal["grm_boxed", "json", "answer_tag", "choice"]
 Failure = Literal["empty", "cut", "reasoning", "missing", "malformed", "count", "range"]
@@ -111,7 +112,7 @@ def _json_object(text: str, reading: Reading) -> list[float] | None:
     if not body.startswith("{"):
         return None
     try:
-        found = json.loads(body, object_pairs_hook=_each_key_once, parse_constant=_no_constant)
+        found = json.loads(body, object_pairs_hook=_each_key_once, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise NoScores("malformed", f"no JSON object: {error}") from None
     match found:
@@ -160,18 +161,12 @@ def _numbers(text: str) -> list[float]:
 def _json_number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise NoScores("malformed", "a score in the object is not a number")
-    return float(value) if abs(value) < 1e6 else _too_large()
-
-
-def _too_large() -> NoReturn:
-    raise NoScores("range", "a score in the object is out of any scale")
+    if abs(value) >= 1e6:
+        raise NoScores("range", "a score in the object is out of any scale")
+    return float(value)
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) != len(pairs):
         raise ValueError("a key stands twice")
     return dict(pairs)
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

@@ -221,9 +221,3 @@ class TokenizerCounter:
             return self._tokenizer.encode(text, add_special_tokens=False)
         except Exception:  # boundary: the library raises bare exceptions for what it cannot spell
             return None
-
-
-def fitted(response: str, room_tokens: int, count: Callable[[str], int], cut: Callable[[str, int], str]) -> str:
-    """A response that is too long, made to fit: first without its reasoning, then without its middle."""
-    answer = response.rpartition("</think>")[2].strip()  # the whole, where reasoning is unfinished
-    return answer if count(answer) <= room_tokens else cut(answer, room_tokens)

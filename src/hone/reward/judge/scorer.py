@@ -25,16 +25,7 @@ from hone.reward.http import Addresses, Counts
 from hone.reward.judge.asking import REFUSED, Asker, EngineFigures, Traffic, Vote
 from hone.reward.judge.guard import FLAGS, Canaries, Flag, flags_of
 from hone.reward.judge.parse import FAILURES, Reading
-from hone.reward.judge.prompt import (
-    GRM,
-    ByteBound,
-    Counter,
-    JudgeTemplate,
-    Messages,
-    TokenizerCounter,
-    fitted,
-    neutraliser,
-)
+from hone.reward.judge.prompt import GRM, ByteBound, Counter, JudgeTemplate, Messages, TokenizerCounter, neutraliser
 from hone.reward.judge.settings import JudgeSettings, length_problems, template_text
 from hone.reward.judge.user import UserFunctions
 from hone.reward.openai import ChatAnswer, ChatClient
@@ -120,8 +111,11 @@ class JudgeReward:
         (low, high), method = settings.scale, settings.methods[0]
         text = template_text(settings, folder, GRM)
         template = JudgeTemplate(text, low, high, method, neutraliser(counter.special_tokens))
-        problems = length_problems(settings, _overhead(settings, template, counter))
-        if problems:
+        template_tokens = settings.template_tokens
+        if template_tokens is None:
+            empty = template.messages("", [""], "" if settings.reference else None)
+            template_tokens = counter.count(empty[0]["content"])
+        if problems := length_problems(settings, template_tokens):
             raise Unusable("args of `judge`: " + " ".join(problems))
         processor = settings.data_processor_config
         functions = UserFunctions(processor, folder, timeout_s=timeout_s) if processor else None
@@ -193,8 +187,12 @@ class JudgeReward:
     # ---- what the judge is shown
 
     async def _row(self, prompt: Prompt) -> JudgeRow:
-        question = prompt.text if prompt.messages is None else _conversation(prompt.messages)
-        reference = None
+        question, messages, reference = prompt.text, prompt.messages, None
+        if messages is not None:
+            said = [(str(message.get("role", "")), _text_of(message)) for message in messages]
+            question = "\n\n".join(f"{role.capitalize()}: {text}" for role, text in said)
+            if len(messages) == 1 and messages[0].get("role") == "user":  # a single one of the user's stands for itself
+                question = said[0][1]
         if prompt.answer is not None:
             reference = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, default=str)
         item = {"question": question, "reference": prompt.answer, "columns": dict(prompt.columns)}
@@ -211,16 +209,15 @@ class JudgeReward:
             detail = f"too long for the judge: it has room for {room} tokens of a response"
             return Case("", flags, True, Score(None, Fault.DATA, detail, metrics))
         text = ""
-        if policy != "min_score":
-            text = fitted(sample.text, room, lambda text: self.counter.count(neutralise(text)), self._cut)
+        if policy != "min_score":  # first without its reasoning, then without its middle
+            text = sample.text.rpartition("</think>")[2].strip()  # the whole, where reasoning is unfinished
+            if self.counter.count(neutralise(text)) > room:
+                # Neutral before it is cut: what keeps special tokens apart costs tokens too.
+                text = self.counter.cut_middle(neutralise(text), room)
         if not text:
             detail = f"too long for the judge's {room} tokens"
             return Case("", flags, True, Score(0.0, Fault.MODEL, detail, metrics))
         return Case(text, flags, cut=True)
-
-    def _cut(self, text: str, room: int) -> str:
-        """Neutral before it is cut: what keeps special tokens apart costs tokens too."""
-        return self.counter.cut_middle(self.template.neutralise(text), room)
 
     def _room(self, row: JudgeRow) -> int | None:
         """Tokens of a response that fit beside this question; of two responses, where they are compared."""
@@ -234,11 +231,6 @@ class JudgeReward:
     def _prompt_tokens(self, row: JudgeRow, texts: Sequence[str]) -> int:
         text = self.template.messages(row.question, texts, row.reference)[0]["content"]
         return self.counter.count(text) + len(row.pictures) * self.settings.tokens_per_picture
-
-    async def _messages(self, row: JudgeRow, texts: Sequence[str]) -> Messages:
-        if self.functions and self._has_own_prompt:
-            return await self.functions.prompt({**row.item, "response": texts[0]})
-        return self._question(row, texts)
 
     def _question(self, row: JudgeRow, texts: Sequence[str]) -> Messages:
         return self.template.messages(row.question, texts, row.reference, row.pictures)
@@ -260,7 +252,10 @@ class JudgeReward:
 
         async def votes_on(text: str) -> list[Vote]:
             try:
-                messages = await self._messages(row, [text])
+                if self.functions and self._has_own_prompt:
+                    messages = await self.functions.prompt({**row.item, "response": text})
+                else:
+                    messages = self._question(row, [text])
             except CallFailed as error:
                 return [Vote(None, lost=f"data_processor_config: its function {error}")] * count
 
@@ -339,7 +334,10 @@ class JudgeReward:
                 verdicts.append(Score(value, metrics=metrics))
             else:
                 fault = Fault.INFRA if lowest is None else Fault.MODEL
-                verdicts.append(Score(lowest, fault, _why_invalid(each), metrics))
+                failures = Tally(failure for vote in each for failure in vote.failures)
+                causes = ", ".join(f"{number} {failure}" for failure, number in failures.most_common())
+                detail = f"no score in the judge's answers: {causes}"[:DETAIL_CHARACTERS]
+                verdicts.append(Score(lowest, fault, detail, metrics))
         return verdicts
 
     def _value(self, scores: Sequence[float], case: Case) -> float:
@@ -352,13 +350,6 @@ class JudgeReward:
         return (score - low) / (high - low)
 
 
-def _overhead(settings: JudgeSettings, template: JudgeTemplate, counter: Counter) -> int:
-    """Tokens of a prompt without question and response, or what the settings say of them."""
-    if settings.template_tokens is not None:
-        return settings.template_tokens
-    return counter.count(template.messages("", [""], "" if settings.reference else None)[0]["content"])
-
-
 def _on_one_scale(windows: Sequence[Mapping[int, float]], count: int) -> tuple[float, ...]:
     """Scores of all places, each window moved so that what they share has one score: the mean of what it was given."""
     shared = set.intersection(*(set(window) for window in windows)) if len(windows) > 1 else set()
@@ -369,12 +360,6 @@ def _on_one_scale(windows: Sequence[Mapping[int, float]], count: int) -> tuple[f
         move = middle - window[anchor] if anchor is not None else 0.0
         scores |= {place: score + move for place, score in window.items()}
     return tuple(scores[place] for place in range(count))
-
-
-def _why_invalid(votes: Sequence[Vote]) -> str:
-    failures = Tally(failure for vote in votes for failure in vote.failures)
-    causes = ", ".join(f"{number} {failure}" for failure, number in failures.most_common())
-    return f"no score in the judge's answers: {causes}"[:DETAIL_CHARACTERS]
 
 
 def _metrics(
@@ -396,13 +381,6 @@ def _metrics(
         most = Tally(scores).most_common(1)[0][1]
         found |= {"raw": fmean(scores), "vote_std": pstdev(scores), "vote_agreement": most / len(scores)}
     return found
-
-
-def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages before a response, as one text; a single one of the user's stands for itself."""
-    if len(messages) == 1 and messages[0].get("role") == "user":
-        return _text_of(messages[0])
-    return "\n\n".join(f"{str(message.get('role', '')).capitalize()}: {_text_of(message)}" for message in messages)
 
 
 def _text_of(message: Mapping[str, Any]) -> str:

@@ -74,7 +74,10 @@ def call(item: Mapping[str, Any], *, path: str, name: str, role: Role) -> Any:
     function = _imported(path, name)
     leading = [item[known] for known in _LEADING[role]]
     returned = function(*leading, **{known: item[known] for known in _wanted(function, role)})
-    if role == "preprocess" and not _is_prompt(returned):
+    is_text = isinstance(returned, str) and returned.strip()
+    messages = returned if isinstance(returned, list) else []
+    is_chat = messages and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+    if role == "preprocess" and not (is_text or is_chat):
         raise ValueError(f"{name} must give a text or a list of messages with role and content, not {returned!r:.80}")
     return returned
 
@@ -101,16 +104,6 @@ def _wanted(function: Callable[..., Any], role: Role) -> list[str]:
     """Names of further parameters that it takes and is given."""
     parameters = list(inspect.signature(function).parameters)[len(_LEADING[role]) :]
     return [name for name in parameters if name in _BY_NAME]
-
-
-def _is_prompt(made: Any) -> bool:
-    if isinstance(made, str):
-        return bool(made.strip())
-    return (
-        bool(made)
-        and isinstance(made, list)
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in made)
-    )
 
 
 call.hone_check_args = check  # type: ignore[attr-defined]

@@ -52,11 +52,9 @@ def choice(group: Group, settings: ChoiceSettings) -> list[Score] | tuple[Score,
         gold = _gold(group.prompt.answer, letters)
     except ValueError as error:
         return all_faulty(len(group.samples), str(error), Fault.DATA)
-    return [_score(chosen(sample.text, letters), gold) for sample in group.samples]
-
-
-def _score(found: str | None, gold: str) -> Score:
-    return Score(0.0, Fault.MODEL, "chooses no option") if found is None else Score(float(found == gold))
+    found = [chosen(sample.text, letters) for sample in group.samples]
+    none = Score(0.0, Fault.MODEL, "chooses no option")
+    return [none if option is None else Score(float(option == gold)) for option in found]
 
 
 def chosen(text: str, letters: str) -> str | None:

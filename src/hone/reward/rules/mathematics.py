@@ -189,18 +189,16 @@ def equal(gold: Answer, found: Answer) -> bool:
     if gold.is_set is not None and found.is_set is not None and gold.is_set != found.is_set:
         return False
     pairs = [(gold.value, found.value)]
-    if gold.is_percent != found.is_percent and _is_large(gold if gold.is_percent else found):
-        pairs.append((gold.parsed, found.parsed))  # 50 is 50%, but 0.5 is not 0.5%
+    if gold.is_percent != found.is_percent:
+        percentage = (gold if gold.is_percent else found).parsed
+        number = percentage[0] if percentage else None
+        if isinstance(number, Expr) and number.is_real is True and bool(abs(number) >= 1):
+            pairs.append((gold.parsed, found.parsed))  # 50 is 50%, but 0.5 is not 0.5%
     if gold.has_decimals or found.has_decimals:
         pairs += [(_map(g, _rounded), _map(f, _rounded)) for g, f in pairs]
     return any(
         verify(g, f, numeric_precision=_PRECISION, allow_set_relation_comp=True, timeout_seconds=0) for g, f in pairs
     )
-
-
-def _is_large(percentage: Answer) -> bool:
-    number = percentage.parsed[0] if percentage.parsed else None
-    return isinstance(number, Expr) and number.is_real is True and bool(abs(number) >= 1)
 
 
 def _map(parts: list[Any], change: Callable[[Expr], Expr]) -> list[Any]:

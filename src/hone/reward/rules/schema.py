@@ -85,8 +85,15 @@ def json_schema(group: Group, settings: SchemaSettings) -> list[Score] | tuple[S
 
 
 def _score(text: str, check: Any) -> Score:
+    text = after_reasoning(text)
+    fenced = _FENCED.fullmatch(text)
     try:
-        value = read_json(after_reasoning(text))
+        value = json.loads(
+            fenced["inside"] if fenced else text,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            object_pairs_hook=_without_repeats,
+        )
     except (ValueError, RecursionError) as error:
         return Score(0.0, Fault.MODEL, f"no JSON: {error}"[:DETAIL_CHARACTERS])
     try:
@@ -117,17 +124,6 @@ def validator(schema: Any) -> Any:
     return kind(
         schema, registry=Registry(), format_checker=FORMATS
     )  # an empty registry: references outside of it are not looked up
-
-
-def read_json(text: str) -> Any:
-    """A JSON value. Raises ValueError for anything else, and RecursionError for one nested too deeply."""
-    fenced = _FENCED.fullmatch(text)
-    return json.loads(
-        fenced["inside"] if fenced else text,
-        parse_constant=_no_constant,
-        parse_float=_finite,
-        object_pairs_hook=_without_repeats,
-    )
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import model_validator
 
 from hone.config.run import Section, key
 from hone.reward.signature import reward
-from hone.types import Fault, Group, Sample, Score
+from hone.types import Fault, Group, Score
 
 
 class LengthSettings(Section):
@@ -46,15 +45,16 @@ class LengthSettings(Section):
 @reward(minimum=-1.0, maximum=0.0, settings=LengthSettings)
 def length(group: Group, settings: LengthSettings) -> list[Score]:
     """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), or a distance from a target."""
-    return [_length_score(sample, settings) for sample in group.samples]
-
-
-def _length_score(sample: Sample, settings: LengthSettings) -> Score:
-    written = int(sample.is_written_T.sum())
-    if sample.text and not len(sample.token_ids):
-        return Score(None, Fault.INFRA, "its tokens did not come with it, so its length is not known")
-    truncated = float(sample.finish_reason == "length")
-    return Score(0.0 - settings.penalty(written), metrics={"truncated": truncated})
+    scores: list[Score] = []
+    for sample in group.samples:
+        if sample.text and not len(sample.token_ids):
+            detail = "its tokens did not come with it, so its length is not known"
+            scores.append(Score(None, Fault.INFRA, detail))
+        else:
+            penalty = settings.penalty(int(sample.is_written_T.sum()))
+            truncated = float(sample.finish_reason == "length")
+            scores.append(Score(0.0 - penalty, metrics={"truncated": truncated}))
+    return scores
 
 
 class RepetitionSettings(Section):
@@ -69,15 +69,12 @@ class RepetitionSettings(Section):
 @reward(minimum=-1.0, maximum=0.0, settings=RepetitionSettings)
 def repetition(group: Group, settings: RepetitionSettings) -> list[float]:
     """Minus the share of n-grams that were there before (arXiv:2502.03373, appendix C.2); 0 for shorter responses."""
-    return [0.0 - _repeated(_units(sample.text, settings), settings.ngram) for sample in group.samples]
+    return [0.0 - _repeated(sample.text, settings) for sample in group.samples]
 
 
-def _units(text: str, settings: RepetitionSettings) -> Sequence[str]:
-    return text.casefold().split() if settings.unit == "words" else "".join(text.split())
-
-
-def _repeated(units: Sequence[str], ngram: int) -> float:
-    total = len(units) - ngram + 1
+def _repeated(text: str, settings: RepetitionSettings) -> float:
+    units = text.casefold().split() if settings.unit == "words" else "".join(text.split())
+    total = len(units) - settings.ngram + 1
     if total < 2:
         return 0.0
-    return 1 - len({tuple(units[place : place + ngram]) for place in range(total)}) / total
+    return 1 - len({tuple(units[place : place + settings.ngram]) for place in range(total)}) / total

@@ -2,7 +2,8 @@
 
 A sandbox never receives expected outputs: inputs go in, outputs come out, and the comparison is made outside
 (`unit_tests.py`). So nothing that a program prints, forges or breaks inside can earn it a point. Three kinds:
-`bubblewrap.py` (the default on Linux), `remote.py` (a service), `bare.py` (no isolation, only if allowed explicitly).
+`bubblewrap.py` (the default on Linux), `remote.py` (a service), `local.BareProcess` (no isolation, only if allowed
+explicitly).
 
 Lifecycle:
 

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from hone.reward.sandbox.base import Limits, SandboxFault, SandboxUnavailable
 from hone.reward.sandbox.local import (
+    ENVIRONMENT,
     WARDEN,
     Command,
     Interpreter,
     LocalSession,
     SandboxSlots,
-    environment,
     user_of_slot,
 )
 from hone.reward.sandbox.probe import prove
@@ -69,7 +69,7 @@ class Bubblewrap:
             walls += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # dropped when the warden changes its user
         else:
             walls += ["--unshare-all"]
-        for name, value in environment().items():
+        for name, value in ENVIRONMENT.items():
             walls += ["--setenv", name, value]
         walls += ["--proc", "/proc", "--dev", "/dev"]
         walls += ["--perms", "1777", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]

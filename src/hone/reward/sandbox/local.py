@@ -1,7 +1,7 @@
 """Local sandbox process: started with its warden, controlled over a socket, always ended.
 
-`bubblewrap.py` and `bare.py` give the command that isolates it. A slot holds one sandbox at a time; `open` waits for a
-free slot, in the order of the calls.
+`bubblewrap.py` gives the command that isolates it; `BareProcess` is the sandbox without isolation. A slot holds one
+sandbox at a time; `open` waits for a free slot, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ from hone.reward.sandbox.base import (
     SandboxUnavailable,
     Stdin,
 )
+from hone.reward.sandbox.probe import prove
 
 WARDEN = (Path(__file__).parent / "warden.py").read_text()
 START_TIMEOUT_S = 30.0
@@ -42,7 +44,7 @@ MAX_HEADER_BYTES = 1 << 16
 FIRST_USER, NUM_USERS = 61_184, 4_336
 """Users that Linux distributions leave to services without an account (systemd's DynamicUser)."""
 _FRAME = struct.Struct("!II")
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "MALLOC_ARENA_MAX": "2",  # each arena takes 64 MiB of address space, and that is what the memory limit counts
@@ -50,6 +52,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",  # sets come out in the same order every time: scoring the same program twice gives the same
 }
+"""The whole environment of a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,6 @@ class Command:
     pass_fds: tuple[int, ...] = ()
     warden: str = WARDEN
     """Source of the program that supervises the user's program inside; the last argument of the process."""
-
-
-def environment() -> dict[str, str]:
-    """The whole environment of a program."""
-    return dict(_ENVIRONMENT)
 
 
 def user_of_slot(number: int) -> int | None:
@@ -109,7 +107,7 @@ class LocalSession:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     cwd=self._command.folder,
-                    env=environment(),
+                    env=ENVIRONMENT,
                     pass_fds=self._command.pass_fds,
                     start_new_session=True,  # no terminal; and what is killed as one group, warden included
                 )
@@ -129,9 +127,14 @@ class LocalSession:
             raise SandboxFault(f"a sandbox did not start: it answered {ready}")
 
     async def run(self, given: Input) -> ProgramRun:
+        match given:
+            case Stdin(text):
+                message: dict[str, Any] = {"stdin": text}
+            case Call(function, args, kwargs):
+                message = {"call": function, "args": list(args), "kwargs": dict(kwargs)}
         try:
             async with asyncio.timeout(self._limits.wall_s + self._limits.grace_s):
-                await self._send(_as_message(given))
+                await self._send(message)
                 header, output = await self._receive()
         except TimeoutError:
             raise SandboxLost(
@@ -267,14 +270,6 @@ class SandboxSlots:
         await asyncio.gather(*(session.close() for session in tuple(self._sessions)))
 
 
-def _as_message(given: Input) -> dict[str, Any]:
-    match given:
-        case Stdin(text):
-            return {"stdin": text}
-        case Call(function, args, kwargs):
-            return {"call": function, "args": list(args), "kwargs": dict(kwargs)}
-
-
 _ASK = """
 import json, os, sys, sysconfig
 paths = sysconfig.get_paths()
@@ -328,3 +323,53 @@ class Interpreter:
             if real_or_link and not any(Path(path).is_relative_to(other) for other in shown):
                 shown.append(path)
         return tuple(shown)
+
+
+class BareProcess:
+    """Programs as plain processes with resource limits, `num_slots` at a time: against accidents, not against malice.
+
+    A program can read and change whatever the user can, use the network, and start processes that outlive it. Holds:
+    CPU, address space, file size, time and output of a run. Does not hold: the number of processes, memory of all
+    together, files, the network. For machines where nothing else works and programs are trusted; the run file must
+    allow it explicitly. If this process runs as root, programs run as an unprivileged user, or not at all.
+    """
+
+    name = "bare"
+
+    def __init__(self, limits: Limits, *, num_slots: int, python: str | None = None, warden: str = WARDEN) -> None:
+        self._limits, self._warden = limits, warden
+        self._python = python
+        self._interpreter: Interpreter | None = None
+        self._slots = SandboxSlots(num_slots)
+
+    async def start(self) -> None:
+        if sys.platform != "linux":
+            raise SandboxUnavailable(f"local processes need Linux, this is {sys.platform}; use a remote sandbox")
+        self._interpreter = await asyncio.to_thread(Interpreter.find, self._python)
+        try:
+            await prove(self, isolated=False)
+        except SandboxUnavailable as error:
+            if (user := user_of_slot(0)) is None:
+                raise
+            raise SandboxUnavailable(
+                f"{error} (as root, programs run as user {user}, who must be able to read {self._interpreter.prefix}; "
+                "set `python` to an interpreter that every user can read)"
+            ) from error
+
+    @contextlib.asynccontextmanager
+    async def open(self, source: str) -> AsyncIterator[LocalSession]:
+        if self._interpreter is None:
+            raise SandboxFault("the sandbox was not started")
+        async with self._slots.free_slot() as number:
+            with tempfile.TemporaryDirectory(prefix="hone-code-", ignore_cleanup_errors=True) as folder:
+                if (user := user_of_slot(number)) is not None:
+                    os.chown(folder, user, user)
+                command = Command(
+                    self._interpreter.command, folder=folder, user_id=user, isolated=False, warden=self._warden
+                )
+                session = LocalSession(command, source, self._limits, self._interpreter.packages)
+                async with self._slots.started(session):
+                    yield session
+
+    async def close(self) -> None:
+        await self._slots.close()

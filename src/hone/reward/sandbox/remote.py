@@ -186,7 +186,9 @@ class RemoteSession:
             raise ValueError(f"not an answer of run_code: status {str(status)[:40]!r}")
         elapsed_s, code = result.get("execution_time"), result.get("return_code")
         elapsed_s = float(elapsed_s) if isinstance(elapsed_s, int | float) else 0.0
-        detail = _last_line(result.get("stderr"))
+        stderr = result.get("stderr")
+        lines = stderr.split("\n") if isinstance(stderr, str) else []
+        detail = next((line.strip() for line in reversed(lines) if line.strip()), "")[-200:]
         if result.get("status") == "TimeLimitExceeded":
             return ProgramRun(ProgramEnding.TIME, b"", detail, elapsed_s)
         if result.get("status") != "Finished" or not isinstance(code, int) or (code == 0) != (status == "Success"):
@@ -218,8 +220,3 @@ class RemoteSession:
 
 class _Broken(Exception):
     """The service's sandbox broke at every attempt to run this program."""
-
-
-def _last_line(stderr: Any) -> str:
-    lines = stderr.split("\n") if isinstance(stderr, str) else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[-200:]

@@ -173,15 +173,10 @@ def _same_line(expected: str, got: str, tolerance: float) -> bool:
     expected_words, got_words = expected.split(), got.split()
     if len(expected_words) != len(got_words):
         return False
-    return all(_same_word(e, g, tolerance) for e, g in zip(expected_words, got_words, strict=True))
-
-
-def _same_word(expected: str, got: str, tolerance: float) -> bool:
-    if expected == got:
-        return True
-    if not (_DECIMAL.fullmatch(expected) and _FLOAT.fullmatch(got)):
-        return False
-    return _close(float(expected), float(got), tolerance)
+    return all(
+        e == g or (_DECIMAL.fullmatch(e) and _FLOAT.fullmatch(g) and _close(float(e), float(g), tolerance))
+        for e, g in zip(expected_words, got_words, strict=True)
+    )
 
 
 def same_value(expected: Any, got: Any, tolerance: float) -> bool:

@@ -35,14 +35,16 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def main():
-    channel = _take_channel()
+    channel = os.dup(0)  # programs do not inherit this descriptor
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python handles this signal by default, and a program could send it
     setup, _ = _receive(channel)
     try:
         _enter(setup)
     except OSError as error:
         sys.exit(f"the warden could not set up the sandbox: {error}")
-    null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
     gc.collect()
     gc.freeze()  # existing objects are shared by all forks; a collection in a fork would copy them
@@ -51,16 +53,6 @@ def main():
         given, _ = _receive(channel)
         header, output = _run(setup, given, channel)
         _send(channel, header, output)
-
-
-def _take_channel():
-    """Move the socket from standard input to a descriptor that programs do not inherit."""
-    channel = os.dup(0)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    os.close(null)
-    return channel
 
 
 def _enter(setup):
@@ -115,8 +107,9 @@ def _run(setup, given, channel):
     """Run the program once. Returns how it ended and its output."""
     ends = {name: os.pipe() for name in ("stdin", "stdout", "stderr", "value")}
     started = time.monotonic()
-    pid = _fork()
-    if pid is None:
+    try:
+        pid = os.fork()
+    except OSError:  # the limit on processes is reached
         for pair in ends.values():
             os.close(pair[0])
             os.close(pair[1])
@@ -144,14 +137,6 @@ def _run(setup, given, channel):
     ending, detail = _verdict(setup, ending, status, cpu_s, streams, wants_value="call" in given)
     output = streams.data["value" if "call" in given else "stdout"]
     return {"ending": ending, "detail": detail, "elapsed_s": elapsed_s}, bytes(output)
-
-
-def _fork():
-    """A child process, or None if the process limit is reached."""
-    try:
-        return os.fork()
-    except OSError:
-        return None
 
 
 class _Streams:
@@ -358,21 +343,20 @@ def _become_program(setup, given, fds):
         exec(compile(setup["source"], "program.py", "exec", dont_inherit=True), vars(module))
         if "call" in given:
             value = find_function(vars(module), given["call"])(*given["args"], **given["kwargs"])
-            _give(value)
-    except SystemExit as error:
-        code = _exit_code(error.code)
+            sys.set_int_max_str_digits(0)
+            data = memoryview(json.dumps(value, default=plain).encode() + b"\n")
+            while data:
+                data = data[os.write(VALUE_FD, data) :]
+    except SystemExit as error:  # as the interpreter does: an integer is the exit code, anything else is printed
+        code = error.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+        code = (code or 0) & 0xFF
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     _end(code, module)
-
-
-def _exit_code(code):
-    """As the interpreter does: an integer is the exit code, anything else is printed and gives 1."""
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
-    return 1
 
 
 def _end(code, module):
@@ -420,14 +404,6 @@ def find_function(names, dotted):
     for name in rest:
         found = getattr(found() if isinstance(found, type) else found, name)
     return found
-
-
-def _give(value):
-    """Send a returned value as JSON."""
-    sys.set_int_max_str_digits(0)
-    data = memoryview(json.dumps(value, default=plain).encode() + b"\n")
-    while data:
-        data = data[os.write(VALUE_FD, data) :]
 
 
 def plain(value):
