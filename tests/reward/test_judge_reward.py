@@ -669,5 +669,8 @@ def test_pictures_count_of_the_judges_prompt(make_group, tmp_path):
     ((fits,),), _ = score(answers, group, **lengths, picture_tokens=5)
     ((too_long,),), _ = score(answers, group, **lengths, picture_tokens=15)
     assert fits.value == 1.0 and too_long.fault is Fault.DATA
+    ((fits,),), _ = score(answers, group, **lengths, picture_px=56)  # 2 x 2 squares of 28 pixels
+    ((too_long,),), _ = score(answers, group, **lengths, picture_px=112)  # 4 x 4
+    assert fits.value == 1.0 and too_long.fault is Fault.DATA
     with pytest.raises(Unusable, match="it is given text alone"):
         judge(pictures=True, data_processor_config={"path": "mine.py", "preprocess_fn_name": "make"})

@@ -160,7 +160,7 @@ class JudgeSettings(Section):
     @property
     def tokens_per_picture(self) -> int:
         """Of the judge's prompt; an estimate, at most."""
-        return self.picture_tokens or -((-self.picture_px // 28) ** 2)
+        return self.picture_tokens or (-(-self.picture_px // 28)) ** 2
 
     @property
     def prompt_budget(self) -> int | None:
