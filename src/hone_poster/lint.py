@@ -14,7 +14,7 @@ business of the other scores). Overlap and alignment are those of LayoutGAN++ (a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -74,9 +74,9 @@ def lint(poster: Poster, rendering: Rendering, gold: Rendering) -> dict[str, flo
         for number, layer in enumerate(poster.layers)
         if number in readable or not _is_ground(layer, poster)
     }
-    boxes_N4 = _boxes([poster.layers[number] for number in seen], poster)
+    boxes_N4 = boxes_of([poster.layers[number] for number in seen], poster)
     low_N2, high_N2 = boxes_N4[:, :2], boxes_N4[:, :2] + boxes_N4[:, 2:]
-    inside_N = ((low_N2 >= MARGIN) & (high_N2 <= 1 - MARGIN)).all(-1)
+    inside_N = np.asarray(((low_N2 >= MARGIN) & (high_N2 <= 1 - MARGIN)).all(-1))
     return {
         "seen": _mean(list(seen.values())),
         "contrast": _mean([min(1.0, (text.contrast - 1) / (GOOD_CONTRAST - 1)) for text in texts]),
@@ -136,7 +136,8 @@ def misalignment(boxes_N4: Array) -> float:
     return float(np.mean(-np.log1p(-np.minimum(apart_NN.min(-1), 1 - 1e-9))))
 
 
-def _boxes(layers: list[PosterLayer], poster: Poster) -> Array:
+def boxes_of(layers: Sequence[PosterLayer], poster: Poster) -> Array:
+    """(N, 4) left, top, width, height over the canvas."""
     boxes = np.array([(layer.x, layer.y, layer.width, layer.height) for layer in layers], np.float64).reshape(-1, 4)
     return boxes / (poster.width, poster.height, poster.width, poster.height)
 

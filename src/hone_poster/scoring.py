@@ -43,6 +43,7 @@ from rapidfuzz.process import cdist
 from scipy.optimize import linear_sum_assignment
 
 from hone.reward import Fault, Score
+from hone_poster.lint import boxes_of
 from hone_poster.parse import BadGroundTruth, NotAPoster, Poster, PosterLayer, read_ground_truth, read_solution
 from hone_poster.render import PICTURES, Rendering, render
 from hone_poster.settings import PosterSettings
@@ -193,7 +194,7 @@ def score_structure(found: Poster, gold: Poster, text_similarity_PG: Array) -> S
     Args:
         text_similarity_PG: (P, G), of the texts of P found layers and G gold layers; breaks ties only.
     """
-    boxes_P, boxes_G = _boxes(found), _boxes(gold)
+    boxes_P, boxes_G = boxes_of(found.layers, found), boxes_of(gold.layers, gold)
     types_PG = np.array([[_kinds_match(one.kind, other.kind) for other in gold.layers] for one in found.layers])
     match_PG = _box_similarity(boxes_P, boxes_G) * types_PG
     place_P, place_G = np.arange(len(boxes_P)) / len(boxes_P), np.arange(len(boxes_G)) / len(boxes_G)
@@ -205,12 +206,6 @@ def score_structure(found: Poster, gold: Poster, text_similarity_PG: Array) -> S
     inside = 1 - max(0.0, off_found - off_gold)
     order = _concordant(columns[matched > 0]) if len(boxes_G) > 1 else 1.0
     return Structure(0.75 * f1 + (0.15 * inside + 0.10 * order) * min(1.0, 2 * f1), f1, inside, order)
-
-
-def _boxes(poster: Poster) -> Array:
-    """(N, 4) left, top, width, height over the canvas."""
-    boxes = np.array([(layer.x, layer.y, layer.width, layer.height) for layer in poster.layers], np.float64)
-    return boxes / (poster.width, poster.height, poster.width, poster.height)
 
 
 def _box_similarity(one_P4: Array, other_G4: Array) -> Array:

@@ -206,12 +206,6 @@ class Rewards:
         """Scoring of a prompt whose samples are still being generated; it starts with the first finished one."""
         return GroupScoring(self, prompt)
 
-    def combine(self, group: Group, results: Sequence[tuple[Score, ...]]) -> Group:
-        """The group with every component's scores and their weighted sums."""
-        weights = {component.name: component.weight for component in self.components}
-        scores = settled(dict(zip(weights, results, strict=True)), weights)
-        return group.scored(scores, weighted_sums(scores, weights, len(group.samples)))
-
     def counted(self, group: Group) -> Group:
         """A scored group of the run; raises what `score` does."""
         self._samples += len(group.rewards)
@@ -306,11 +300,13 @@ class GroupScoring:
     async def scored(self, samples: tuple[Sample, ...]) -> Group:
         """The scored group, as `Rewards.try_on` would give it."""
         group = Group(self._prompt, samples)
-        components = self._rewards.components
+        components, weights = self._rewards.components, self._rewards.weights
         if len(components) == 1:  # a task for a function of microseconds would cost more than it
-            return self._rewards.combine(group, [await self._scores(components[0], group)])
-        results = await asyncio.gather(*(self._scores(component, group) for component in components))
-        return self._rewards.combine(group, results)
+            results = [await self._scores(components[0], group)]
+        else:
+            results = await asyncio.gather(*(self._scores(component, group) for component in components))
+        scores = settled(dict(zip(weights, results, strict=True)), weights)
+        return group.scored(scores, weighted_sums(scores, weights, len(samples)))
 
     async def _scores(self, component: Component, group: Group) -> tuple[Score, ...]:
         if self._running:

@@ -37,13 +37,13 @@ class ShownPictures:
 
     async def urls(self, pictures: Sequence[Picture]) -> tuple[str, ...]:
         """In their order. Raises DataError for a picture that has changed since prompts were loaded."""
-        return tuple([await self._url(picture) for picture in pictures])
-
-    async def _url(self, picture: Picture) -> str:
-        if (url := self._kept.get(picture.digest)) is None:
-            url = await asyncio.to_thread(data_url, picture, self._side)
-            self._kept.put(picture.digest, url)
-        return url
+        urls: list[str] = []
+        for picture in pictures:
+            if (url := self._kept.get(picture.digest)) is None:
+                url = await asyncio.to_thread(data_url, picture, self._side)
+                self._kept.put(picture.digest, url)
+            urls.append(url)
+        return tuple(urls)
 
 
 def data_url(picture: Picture, side: int) -> str:
