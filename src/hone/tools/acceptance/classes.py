@@ -36,7 +36,10 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": {**EXPERTS, "sliding_window": 128},
 }
 """Model types, and what each has besides the sizes: routed experts; windows in some layers; experts, windows, sinks."""
-KEYS_IN_ROWS: Mapping[str, Mapping[str, Any]] = {"gemma2": {"sliding_window": 128}, "lfm2": {}}
+KEYS_IN_ROWS: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"sliding_window": 128},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+}
 """Of types that compute padded rows, which only decode here: capped scores; states of convolutions in some layers."""
 SIZES, TINY_SIZES = (
     {
