@@ -75,12 +75,15 @@ def lint(poster: Poster, rendering: Rendering, gold: Rendering) -> dict[str, flo
         if number in readable or not _is_ground(layer, poster)
     }
     boxes_N4 = boxes_of([poster.layers[number] for number in seen], poster)
+    gold_H, found_H, same_colours = colours(gold), colours(rendering), 1.0
+    if gold_H.sum() >= COLOURLESS:
+        same_colours = float(np.minimum(found_H, gold_H).sum() / max(found_H.sum(), gold_H.sum()))
     low_N2, high_N2 = boxes_N4[:, :2], boxes_N4[:, :2] + boxes_N4[:, 2:]
     inside_N = np.asarray(((low_N2 >= MARGIN) & (high_N2 <= 1 - MARGIN)).all(-1))
     return {
         "seen": _mean(list(seen.values())),
         "contrast": _mean([min(1.0, (text.contrast - 1) / (GOOD_CONTRAST - 1)) for text in texts]),
-        "colour": _same_colours(colours(gold), colours(rendering)),
+        "colour": same_colours,
         "clutter": min(1.0, SPARE_LAYERS * max(1, _num_shown(gold)) / max(1, _num_shown(rendering))),
         "overlap": math.exp(-3 * overlap(boxes_N4)),
         "readability": _mean([1 - text.gradient for text in texts]),
@@ -148,13 +151,6 @@ def _is_ground(layer: PosterLayer, poster: Poster) -> bool:
         return True
     large = layer.width * layer.height > GROUND_AREA * poster.width * poster.height
     return large and layer.kind in PICTURES
-
-
-def _same_colours(gold: Array, found: Array) -> float:
-    """What two pictures share of their colours; 1 when the ground truth has none."""
-    if gold.sum() < COLOURLESS:
-        return 1.0
-    return float(np.minimum(found, gold).sum() / max(found.sum(), gold.sum()))
 
 
 def _num_shown(rendering: Rendering) -> int:

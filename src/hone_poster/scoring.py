@@ -111,8 +111,10 @@ async def score_posters(responses: Sequence[str], ground_truth: Any, settings: P
     missing = next((look.fault for r, look in looks.items() if look.score is None and r not in broken), None)
     if missing is not None and settings.on_component_missing == "fail":
         return [Score(None, Fault.INFRA, f"visual: {missing}")] * len(responses)
-    use_looks = missing is None or settings.on_component_missing == "unscore"
-    weights = settings.weights if use_looks else settings.weights_without_looks
+    weights = settings.weights
+    if missing is not None and settings.on_component_missing == "group_renormalize":
+        rest = weights[0] + weights[1]
+        weights = (weights[0] / rest, weights[1] / rest, 0.0)
     scores = {r: _combine(found, looks[r], weights, settings) for r, found in posters.items() if r not in broken}
     for response in measured.keys() - scores.keys():
         why = broken.get(response) or str(measured[response])

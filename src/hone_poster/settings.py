@@ -74,12 +74,6 @@ class PosterSettings:
         total = self.structure_weight + self.accuracy_weight + visual
         return (self.structure_weight / total, self.accuracy_weight / total, visual / total)
 
-    @property
-    def weights_without_looks(self) -> tuple[float, float, float]:
-        """The weights if the visual score is dropped."""
-        rest = self.weights[0] + self.weights[1]
-        return (self.weights[0] / rest, self.weights[1] / rest, 0.0)
-
 
 @cache
 def _print_once(message: str) -> None:

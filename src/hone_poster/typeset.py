@@ -71,7 +71,8 @@ def typeset(layer: PosterLayer, scale: float, *, padded: bool = False, max_chara
     tokens = [_piece(token) for token in _TOKEN.findall(layer.text[:max_characters])]
     size = layer.font_size * scale if layer.font_size is not None else _largest_size(tokens, width, height)
     lines = _wrap(tokens, width / size) if size > 0 else []
-    shown = lines[: _room(size, height)]
+    has_room = 0 < size <= TIGHT * height
+    shown = lines[: 1 + int((TIGHT * height - size) / (LINE_HEIGHT * size))] if has_room else []
     if not shown:
         return TextBlock((), 0.0, 0.0, (left, top, left, top))
     num_characters = sum(not character.isspace() for character in layer.text)
@@ -117,13 +118,6 @@ def _largest_size(tokens: Sequence[_Word], width: float, height: float) -> float
 def _needs(tokens: Sequence[_Word], width: float, size: float) -> float:
     """Height of a text at a size, less a tolerance for rounding."""
     return len(_wrap(tokens, width / size)) * LINE_HEIGHT * size * (1 - 1e-9)
-
-
-def _room(size: float, height: float) -> int:
-    """Number of lines of a size that fit a height."""
-    if size <= 0 or size > TIGHT * height:
-        return 0
-    return 1 + int((TIGHT * height - size) / (LINE_HEIGHT * size))
 
 
 def _wrap(tokens: Sequence[_Word], width: float) -> list[_Word]:
