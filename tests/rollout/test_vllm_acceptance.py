@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from hone.tools.acceptance.engines import engines
+from hone.tools.acceptance.engines import engines, sleeping
 from hone.tools.acceptance.setting import PartSetting
-from hone.tools.acceptance.sleeping import sleeping
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 

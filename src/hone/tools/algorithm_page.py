@@ -256,8 +256,12 @@ class Preset:
 def _overview(presets: list[Preset]) -> str:
     lines = ["| `extends:` | credit | ratio | clip | aggregate | KL |", "|---|---|---|---|---|---|"]
     for preset in presets:
-        row = preset.row
-        cells = (row.credit, row.ratio, _clip(row), row.aggregate, _kl(row))
+        row, kl = preset.row, "none"
+        if row.kl_loss_coef:
+            kl = f"{row.kl_loss_coef:g} {row.kl_estimator} in the loss"
+        elif row.kl_reward_coef:
+            kl = f"{row.kl_reward_coef:g} {row.kl_estimator} in the reward"
+        cells = (row.credit, row.ratio, _clip(row), row.aggregate, kl)
         lines.append(f"| `{preset.name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -270,12 +274,6 @@ def _clip(row: AlgorithmSection) -> str:
     }
     text = row.clip + bounds.get(row.clip, f", {row.clip_low:g} and {row.clip_high:g}")
     return text + (f", dual {row.dual_clip:g}" if row.dual_clip is not None else "")
-
-
-def _kl(row: AlgorithmSection) -> str:
-    if row.kl_loss_coef:
-        return f"{row.kl_loss_coef:g} {row.kl_estimator} in the loss"
-    return f"{row.kl_reward_coef:g} {row.kl_estimator} in the reward" if row.kl_reward_coef else "none"
 
 
 def _row(preset: Preset) -> str:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,10 +117,6 @@ def _pip(*words: str) -> None:
         raise SystemExit(f"pip {words[0]} failed with exit code {done.returncode}")
 
 
-def main(arguments: Iterable[str]) -> None:
-    target, *pythons = arguments
-    make_bundle(Path(target), pythons or PYTHONS, checkout=Path.cwd())
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    _, target, *pythons = sys.argv
+    make_bundle(Path(target), pythons or PYTHONS, checkout=Path.cwd())

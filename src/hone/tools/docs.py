@@ -61,7 +61,11 @@ def pages() -> Mapping[str, str]:
 
 def config_page() -> str:
     """Every key: type, unit, default, meaning; and the presets."""
-    parts = [_NOTE, _CONFIG_INTRO, _presets(), f"The {len(schema.all_keys())} keys:"]
+    presets = ["Presets for `extends:`", ""]
+    for name in preset_names():
+        comment = (PRESETS / f"{name}.yaml").read_text("utf-8").splitlines()[0].removeprefix("# ")
+        presets.append(f"- `{name}`: {comment}")
+    parts = [_NOTE, _CONFIG_INTRO, "\n".join(presets), f"The {len(schema.all_keys())} keys:"]
     first: dict[type, str] = {}
     for section, keys in groupby(schema.all_keys().values(), key=lambda key: key.section):
         parts.append(f"## {f'`{section}`' if section else 'Top level'}")
@@ -111,14 +115,6 @@ def _alarm(rule: AlarmRule) -> str:
     rows = ["| Cause | What it is | Change | To confirm |", "|---|---|---|---|"]
     rows += [_row(f"`{cause.name}`", cause.what, cause.change, cause.confirm) for cause in rule.causes]
     return "\n\n".join([*head, "\n".join(rows)])
-
-
-def _presets() -> str:
-    lines = ["Presets for `extends:`", ""]
-    for name in preset_names():
-        comment = (PRESETS / f"{name}.yaml").read_text("utf-8").splitlines()[0].removeprefix("# ")
-        lines.append(f"- `{name}`: {comment}")
-    return "\n".join(lines)
 
 
 def _default(key: schema.Key) -> str:

@@ -1,19 +1,24 @@
-"""Parts on arithmetic: the devices, updates in a fixed order, layouts and operators of attention."""
+"""Parts on arithmetic: devices, numbers against float64, updates in a fixed order, attention, fused kernels."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from hone.devices import devices_here, module_of, torch_kind
+from hone.devices import devices_here, module_of, synchronize, torch_kind
 from hone.memory.gauges import GIB, MIB
+from hone.model.kernels import use_fused_kernels, uses_fused_kernels
 from hone.model.load import init_model
+from hone.model.logprobs import token_logprobs
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
     PROMPT,
@@ -53,7 +58,7 @@ def deterministic(setting: PartSetting) -> Iterator[Figure]:
     """Whether updates with `run.deterministic` end in the same bits, and how much longer they take."""
     prepare_fixed_sums()
     shape = TINY if setting.tiny else {**shape_of("0.6b"), "num_hidden_layers": DETERMINISTIC_LAYERS}
-    dtype = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
+    dtype = setting.precision
     length = setting.lengths[1]
     samples, algorithm = max(2, setting.budget // length), make_algorithm()
     batch = random_batch([length] * samples, max(1, samples // 8), vocab=shape["vocab_size"], prompt_tokens=PROMPT)
@@ -118,3 +123,176 @@ def operators(setting: PartSetting, layers: int, batch: Batch) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         update(trainer, batch, algorithm)
     return sum(event.count for event in recorded.key_averages() if event.key.startswith("aten::"))
+
+
+PRECISIONS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOutcome:
+    """What a new trainer makes of a batch, in float64 on the CPU."""
+
+    hidden_UH: Tensor
+    logprobs_T: Tensor
+    grad_norm: float
+    gradient: Tensor
+    """Of every weight, clipped."""
+    moved: Tensor
+    """Of every weight: how far one optimizer step moved it."""
+
+
+def numbers(setting: PartSetting) -> Iterator[Figure]:
+    """Each shape of a microbatch, in each precision, with the same weights."""
+    shape = TINY if setting.tiny else SMALL
+    for case, batch in layout_shapes(setting, shape["vocab_size"]).items():
+        exact = computed(shape, batch, torch.float64, "float64", torch.device("cpu"))
+        for precision in PRECISIONS:
+            found = computed(shape, batch, torch.float32, precision, setting.device)
+            for name, error in errors_of(found, exact).items():
+                yield Figure("numbers", f"{name}_{precision}", error, case)
+
+
+def layout_shapes(setting: PartSetting, vocab: int) -> Mapping[str, Batch]:
+    """Five ways in which samples share prompts: each has attention of another shape."""
+    longest = 24 if setting.tiny else 300
+
+    def batch(lengths: Sequence[int], prompts: int, prompt_tokens: int = 16) -> Batch:
+        return random_batch(lengths, prompts, vocab=vocab, prompt_tokens=prompt_tokens)
+
+    return {
+        "ragged groups": batch([max(1, longest * (n + 1) // 12) for n in range(12)], 3),
+        "one group": batch([longest] * 8, 1),
+        "a prompt for each sample": batch([longest] * 4, 4),
+        "one long sample": batch([8 * longest], 1),
+        "long prompt, short samples": batch([1, 2, 3, longest // 4], 1, prompt_tokens=4 * longest),
+    }
+
+
+def computed(
+    shape: Mapping[str, Any], batch: Batch, dtype: torch.dtype, precision: str, device: torch.device
+) -> UpdateOutcome:
+    """One pass without gradient and one optimizer step."""
+    model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=device)
+    trainer = make_trainer(model, precision, 10**6)
+    with torch.no_grad():
+        hidden_UH = model.hidden(laid_out(batch, device))
+    logprobs_T, before = trainer.logprobs(batch), flat(dict(trainer.master_weights()))
+    norm = update(trainer, batch, make_algorithm())["train/grad_norm"]
+    tensors, _ = trainer.state()
+    # The first average of Adam that starts from zero is the gradient, scaled alike for all weights.
+    averages = {name: tensor for name, tensor in tensors.items() if name.startswith("exp_avg/")}
+    return UpdateOutcome(
+        hidden_UH.double().cpu(),
+        logprobs_T.double().cpu(),
+        norm,
+        flat(averages) / (1 - trainer.optimizer.settings.betas[0]),
+        flat(dict(trainer.master_weights())) - before,
+    )
+
+
+def flat(tensors: Mapping[str, Any]) -> Tensor:
+    """All numbers of named tensors, in the order of the names, as float64 on the CPU."""
+    return torch.cat([tensors[name].detach().double().cpu().flatten() for name in sorted(tensors)])
+
+
+def errors_of(found: UpdateOutcome, exact: UpdateOutcome) -> dict[str, float]:
+    """What each figure says of two outcomes, without the precision in its name."""
+    return {
+        "hidden_error": apart(found.hidden_UH, exact.hidden_UH),
+        "logprob_error": float((found.logprobs_T - exact.logprobs_T).abs().mean()),
+        "grad_norm_error": abs(found.grad_norm - exact.grad_norm) / exact.grad_norm,
+        "grad_error": apart(found.gradient, exact.gradient),
+        "step_error": apart(found.moved, exact.moved),
+    }
+
+
+def apart(found: Tensor, exact: Tensor) -> float:
+    """Length of the difference over that of the exact numbers."""
+    return float((found - exact).norm() / exact.norm())
+
+
+CHUNK_TOKENS = 1024
+LAYERS = 8
+"""Of Qwen3-0.6B's: activations of a microbatch then fit next to anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFigures:
+    """One way of computing the same."""
+
+    logprobs_T: Tensor
+    grad_norm: float
+    first_s: float
+    """First pass without gradient and first update."""
+    update_s: float
+    logits_s: float
+    new_graphs: int
+    """Compiled for other lengths than the first."""
+
+
+def kernels(setting: PartSetting) -> Iterator[Figure]:
+    """An update and the passes over logits with fused kernels and without, same weights and samples."""
+    dtype = setting.precision
+    shape = TINY if setting.tiny else {**shape_of("0.6b"), "num_hidden_layers": LAYERS}
+    length = setting.lengths[0]
+    samples = setting.budget // length
+    case = f"{samples} x {length} tokens, {dtype}"
+    try:
+        use_fused_kernels(setting.device.type)
+        is_compiled = uses_fused_kernels(setting.device)
+        yield Figure("kernels", "kernels_compiled", float(is_compiled))
+        if not is_compiled:
+            return
+        fused = measured(setting, shape, dtype, length, samples)
+        use_fused_kernels(None)
+        plain = measured(setting, shape, dtype, length, samples)
+    finally:
+        use_fused_kernels(None)
+    yield Figure("kernels", "kernels_compile_s", fused.first_s - plain.first_s, case)
+    yield Figure("kernels", "kernels_update_ratio", fused.update_s / plain.update_s, case)
+    yield Figure("kernels", "kernels_logits_ratio", fused.logits_s / plain.logits_s, case)
+    apart = float((fused.logprobs_T - plain.logprobs_T).abs().mean())
+    yield Figure("kernels", "kernels_logprob_difference", apart, case)
+    yield Figure("kernels", "kernels_grad_difference", abs(fused.grad_norm / plain.grad_norm - 1), case)
+    yield Figure("kernels", "kernels_new_lengths", fused.new_graphs, case)
+
+
+def measured(setting: PartSetting, shape: Mapping[str, Any], dtype: str, length: int, samples: int) -> KernelFigures:
+    """Numbers and seconds with kernels as they are set now."""
+    prompt = min(PROMPT, length // 3)
+
+    def of_length(tokens: int) -> Batch:
+        vocab = shape["vocab_size"]
+        return random_batch([tokens] * samples, max(1, samples // 8), vocab=vocab, prompt_tokens=prompt)
+
+    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+    trainer, algorithm, batch = make_trainer(model, dtype, setting.budget), make_algorithm(), of_length(length - prompt)
+    started = time.perf_counter()
+    logprobs_T = trainer.logprobs(batch).double().cpu()
+    grad_norm = update(trainer, batch, algorithm)["train/grad_norm"]
+    synchronize()
+    first_s = time.perf_counter() - started
+    before = counters["stats"]["unique_graphs"]
+    for tokens in (length // 2, length - prompt - 1):
+        update(trainer, of_length(tokens), algorithm)
+    new_graphs = counters["stats"]["unique_graphs"] - before
+    update_s, _ = timed(lambda: update(trainer, batch, algorithm))
+    logits_s, _ = timed(logits_pass(setting.device, getattr(torch, dtype), shape))
+    return KernelFigures(logprobs_T, grad_norm, first_s, update_s, logits_s, new_graphs)
+
+
+def logits_pass(device: torch.device, dtype: torch.dtype, shape: Mapping[str, Any]) -> Callable[[], object]:
+    """What makes logprobs of two chunks of random tokens, forward and backward, matrix products included."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden, vocab, tokens = shape["hidden_size"], shape["vocab_size"], 2 * CHUNK_TOKENS
+    states, weight = (
+        torch.randn(rows, hidden, generator=generator, device=device).to(dtype).requires_grad_()
+        for rows in (tokens, vocab)
+    )
+    target = torch.randint(vocab, (tokens,), generator=generator, device=device)
+
+    def work() -> object:
+        logprobs, _ = token_logprobs(states, weight, target, temperature=hidden**0.5, chunk_tokens=CHUNK_TOKENS)
+        return torch.autograd.grad(logprobs.sum(), (states, weight))
+
+    return work

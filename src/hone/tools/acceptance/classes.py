@@ -1,33 +1,126 @@
-"""The part on Transformers' own classes: a mixture of experts, windows and other norms, attention sinks; in one row
-without padding against padded rows, and with compiled layers."""
+"""Parts on Transformers' classes: beside Hone's trainer, in one row against padded rows, with compiled layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from hone.devices import devices_here, give_back_memory, module_of
+from hone.devices import give_back_memory, module_of
 from hone.memory.gauges import GIB
 from hone.model.hf import TransformersModel
-from hone.model.load import init_model
+from hone.model.load import init_model, save_hf
 from hone.tools.acceptance.decoding import WATCHED_TOKENS, rollout, use_of_steps
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
     NO_ACCELERATOR,
+    PROMPT,
+    TINY,
     PartSetting,
+    UpdateFigures,
     make_algorithm,
     make_trainer,
+    measured_update,
     random_batch,
+    shape_of,
     timed,
     update,
 )
 from hone.train.fsdp_ranks import compile_layers
 from hone.types import Batch
+
+GROUP, LR = 8, 1e-6
+
+
+def transformers(setting: PartSetting) -> Iterator[Figure]:
+    """An update by each, of groups of 8 samples: short ones, and ones of 4,096 tokens."""
+    shape = TINY if setting.tiny else shape_of("0.6b")
+    dtype = setting.precision
+    for length in setting.lengths[:1] if setting.tiny else (setting.lengths[0], setting.lengths[2]):
+        # Half of a run's: the baseline has the logits of all of its tokens in memory, and their gradient.
+        budget = max(setting.budget // 2, length + PROMPT)
+        samples = max(GROUP, budget // length // GROUP * GROUP)
+        batch = random_batch([length] * samples, samples // GROUP, vocab=shape["vocab_size"], prompt_tokens=PROMPT)
+        with TemporaryDirectory(prefix="hone-gpu-") as name:
+            model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+            save_hf(Path(name), model.hf_config, model.named_weights())
+            ours = measured_update(make_trainer(model, dtype, budget), batch)
+            del model
+            give_back_memory()
+            trainer = PlainTrainer(Path(name), setting.device, getattr(torch, dtype), budget)
+            logprobs_T, norm = trainer.logprobs(batch), trainer.update(batch)
+            seconds, _ = timed(partial(trainer.update, batch))
+            plain = UpdateFigures(logprobs_T, norm, seconds)
+            del trainer
+            give_back_memory()
+        case = f"{samples} x ({PROMPT} + {length}) tokens, {dtype}"
+        yield Figure("transformers", "transformers_tokens_per_s", samples * length / plain.seconds, case)
+        yield Figure("transformers", "transformers_speedup", plain.seconds / ours.seconds, case)
+        apart = float((ours.logprobs_T - plain.logprobs_T).abs().mean())
+        yield Figure("transformers", "transformers_logprob_difference", apart, case)
+        apart = abs(ours.grad_norm / plain.grad_norm - 1)
+        yield Figure("transformers", "transformers_grad_difference", apart, case)
+
+
+class PlainTrainer:
+    """What a loop of PyTorch's around Transformers does: each sample is a row with its own prompt, in autocast.
+
+    Args:
+        budget: tokens of a microbatch.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, budget: int) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = model.to(device)
+        self._device, self._dtype, self._budget = device, dtype, budget
+        self._adam = torch.optim.AdamW(self._model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """(T,) on the CPU, of samples of one length."""
+        parts = self._microbatches(batch)
+        return torch.cat([self._logprobs(ids, batch).flatten().cpu() for ids, _ in parts])
+
+    def update(self, batch: Batch) -> float:
+        """One step on the mean over tokens of advantage x logprob: the policy gradient where every ratio is 1.
+
+        Returns the norm of the gradient.
+        """
+        for ids, advantages in self._microbatches(batch):
+            (-(advantages * self._logprobs(ids, batch)).sum() / len(batch.token_ids_T)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0, foreach=True)
+        self._adam.step()
+        self._adam.zero_grad()
+        return float(norm)
+
+    def _logprobs(self, ids: Tensor, batch: Batch) -> Tensor:
+        """(R, L) float32 of the responses, for rows of prompt + response."""
+        response = int(batch.length_S[0])
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=response + 1).logits[:, :-1]
+        targets = ids[:, -response:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets, reduction="none")
+        return -loss.view(len(ids), response)
+
+    def _microbatches(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """(R, P + L) ids and (R, L) advantages of as many rows as the budget has room for."""
+        samples = len(batch.length_S)
+        prompts = torch.stack([torch.from_numpy(batch.prompts[int(n)]).long() for n in batch.prompt_S])
+        ids = torch.cat([prompts, batch.token_ids_T.view(samples, -1)], dim=1)
+        rows = max(1, self._budget // ids.shape[1])
+        advantages = batch.columns["advantages_T"].view(samples, -1)
+        for first in range(0, samples, rows):
+            part = slice(first, first + rows)
+            yield ids[part].to(self._device), advantages[part].to(self._device)
+
 
 EXPERTS = {"num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 4}
 KEYS: Mapping[str, Mapping[str, Any]] = {
@@ -63,7 +156,7 @@ COMPARED = (2, 4)
 
 def classes(setting: PartSetting) -> Iterator[Figure]:
     """Each class: numbers against float64 in padded rows on the CPU; then time and memory of an update; decoding."""
-    dtype = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
+    dtype = setting.precision
     sizes = TINY_SIZES if setting.tiny else SIZES
     for model_type, more in KEYS.items():
         shape = {"model_type": model_type, **sizes, **more}
@@ -83,23 +176,14 @@ def grouped_batch(setting: PartSetting, shape: Mapping[str, Any], groups: int, s
     return random_batch(lengths * groups, groups, vocab=shape["vocab_size"], prompt_tokens=longest)
 
 
-@dataclass(frozen=True, slots=True)
-class ClassOutcome:
-    """Logprobs of a batch on the CPU, and the norm of its gradient."""
-
-    logprobs_T: Tensor
-    grad_norm: float
-
-
 def numbers_of(setting: PartSetting, shape: Mapping[str, Any], dtype: str) -> Iterator[Figure]:
     """One row on the device against padded rows in float64, from the same weights. A few layers show it."""
     shape = {**shape, "num_hidden_layers": 2}
     batch, case = grouped_batch(setting, shape, *COMPARED), f"{shape['model_type']}, {dtype}"
-    exact = outcome(made(shape, torch.device("cpu"), exactly=True), "float64", batch)
-    found = outcome(made(shape, setting.device), dtype, batch)
-    apart = float((found.logprobs_T - exact.logprobs_T).abs().mean())
-    yield Figure("classes", "class_logprob_error", apart, case)
-    yield Figure("classes", "class_grad_norm_error", abs(found.grad_norm / exact.grad_norm - 1), case)
+    exact_T, exact_norm = outcome(made(shape, torch.device("cpu"), exactly=True), "float64", batch)
+    found_T, norm = outcome(made(shape, setting.device), dtype, batch)
+    yield Figure("classes", "class_logprob_error", float((found_T - exact_T).abs().mean()), case)
+    yield Figure("classes", "class_grad_norm_error", abs(norm / exact_norm - 1), case)
 
 
 def made(shape: Mapping[str, Any], device: torch.device, *, exactly: bool = False) -> TransformersModel:
@@ -112,11 +196,12 @@ def made(shape: Mapping[str, Any], device: torch.device, *, exactly: bool = Fals
     return model
 
 
-def outcome(model: TransformersModel, precision: str, batch: Batch) -> ClassOutcome:
-    """One pass without gradients and one update, in one microbatch."""
+def outcome(model: TransformersModel, precision: str, batch: Batch) -> tuple[Tensor, float]:
+    """(T,) logprobs on the CPU, and the norm of the gradient: one pass without gradients and one update, in one
+    microbatch."""
     trainer = make_trainer(model, precision, 10**6)
     logprobs_T = trainer.logprobs(batch).double().cpu()
-    return ClassOutcome(logprobs_T, update(trainer, batch, make_algorithm())["train/grad_norm"])
+    return logprobs_T, update(trainer, batch, make_algorithm())["train/grad_norm"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.devices import devices_here, module_of
+from hone.devices import module_of
 from hone.memory.gauges import GIB
 from hone.model.base import CausalModel
 from hone.model.load import init_model
@@ -35,7 +35,7 @@ def decoding(setting: PartSetting) -> Iterator[Figure]:
     """Groups of 8 samples, drawn with kernels launched one by one and by graphs; and whether a replay computes what the
     same step does that is launched."""
     shape = TINY if setting.tiny else shape_of("0.6b")
-    dtype = torch.bfloat16 if setting.is_gpu and devices_here("auto").bfloat16 else torch.float32
+    dtype = getattr(torch, setting.precision)
     model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=setting.device)
     for rows in ROWS[:1] if setting.tiny else ROWS:
         tokens = 8 if setting.tiny else TOKENS

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import count, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,8 +61,11 @@ def gsm8k(setting: PartSetting) -> Iterator[Figure]:
             return
         samples = example["train"]["prompts_per_step"] * example["rollout"]["group_size"]
         yield from figures_of_steps("gsm8k", "", lines, samples)
-        planned = planned_step(folder, mean_of(lines, "rollout/response_tokens_mean"))
-        chosen = f"{planned['topology']['backend']}, {engine_of(planned)}"
+        lengths = [found for line in lines if (found := line.get("rollout/response_tokens_mean")) is not None]
+        planned = planned_step(folder, sum(lengths) / len(lengths))
+        use = "cluster.engines.use: "  # in the notes on what `auto` stands for
+        engines = [note.removeprefix(use).partition(";")[0] for note in planned["notes"] if note.startswith(use)]
+        chosen = f"{planned['topology']['backend']}, {engines[0] if engines else 'hone'}"
         seconds = [line["time/step_s"] for line in lines if "time/step_s" in line][1:]
         measured_s, planned_s = min(seconds), planned["time"]["step_s"]
         note = f"{measured_s:.3g} of {planned_s:.3g} s"
@@ -115,15 +118,3 @@ def planned_step(folder: Path, mean_tokens: float) -> Mapping[str, Any]:
     if done.returncode not in (0, 4):  # 4: it does not fit, which the run did
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
     return json.loads(done.stdout)
-
-
-def engine_of(planned: Mapping[str, Any]) -> str:
-    """`vllm` or `hone`, by the notes on what `auto` stands for."""
-    notes = [note for note in planned["notes"] if note.startswith("cluster.engines.use: ")]
-    return notes[0].removeprefix("cluster.engines.use: ").partition(";")[0] if notes else "hone"
-
-
-def mean_of(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Over all lines that have the metric."""
-    found = [line[name] for line in lines if name in line]
-    return sum(found) / len(found)

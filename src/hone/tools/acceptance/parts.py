@@ -12,24 +12,17 @@ from pathlib import Path
 
 from hone.assemble.job import set_up_arithmetic
 from hone.config.run import RunSection
-from hone.tools.acceptance.arithmetic import attention, deterministic, devices
-from hone.tools.acceptance.baseline import transformers
-from hone.tools.acceptance.classes import classes
+from hone.tools.acceptance.arithmetic import attention, deterministic, devices, kernels, numbers
+from hone.tools.acceptance.classes import classes, transformers
 from hone.tools.acceptance.decoding import decoding
-from hone.tools.acceptance.engines import engines
-from hone.tools.acceptance.exports import export
+from hone.tools.acceptance.engines import engines, pictures, sleeping
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.first_run import gsm8k
-from hone.tools.acceptance.kernels import kernels
-from hone.tools.acceptance.modes import modes
-from hone.tools.acceptance.numbers import numbers
-from hone.tools.acceptance.pictures import pictures
 from hone.tools.acceptance.publishing import publishing
+from hone.tools.acceptance.ranks import export, several
 from hone.tools.acceptance.runs import cluster, run
 from hone.tools.acceptance.setting import PartSetting
-from hone.tools.acceptance.several import several
-from hone.tools.acceptance.sleeping import sleeping
-from hone.tools.acceptance.trainers import trainer_part
+from hone.tools.acceptance.trainers import modes, trainer_part
 
 PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "devices": devices,

@@ -34,8 +34,14 @@ def publishing(setting: PartSetting) -> Iterator[Figure]:
     found = devices_here("auto" if setting.is_gpu else "cpu")
     shape = TINY if setting.tiny else shape_of("0.6b")
     dtype = torch.bfloat16 if found.bfloat16 else torch.float32
-    others, left_out = transports_on(setting.device.type, found.per_node)
-    yield from left_out
+    # Transports that runs have on such devices, each with the number of the engine's; the trainer has 0.
+    others: dict[TransportName, int] = {"ray": 0, "gloo": 0}
+    if setting.device.type == "cuda":
+        others = {"ray": 0, "ipc": 0}
+        if found.per_node > 1:
+            others["nccl"] = 1
+        else:
+            yield Figure("publishing", "left_out", 1.0, "nccl", "it needs two devices, and one is visible")
     num_devices = 1 + max(others.values())
     cluster = RayCluster(
         ClusterSection(backend="ray"), name="acceptance", resource=found.resource, num_devices=num_devices, say=print
@@ -61,14 +67,3 @@ def publishing(setting: PartSetting) -> Iterator[Figure]:
             yield Figure("publishing", "moved_over_least", sent.over_least, case)
             if name in ("ipc", "nccl"):
                 yield Figure("publishing", "transport_over_ray", sent.seconds / took["ray"], case)
-
-
-def transports_on(device_type: str, num_devices: int) -> tuple[dict[TransportName, int], list[Figure]]:
-    """Transports that runs have on such devices, each with the number of the engine's (the trainer has 0), and what
-    cannot be run here."""
-    if device_type != "cuda":
-        return {"ray": 0, "gloo": 0}, []
-    on_one: dict[TransportName, int] = {"ray": 0, "ipc": 0}
-    if num_devices < 2:
-        return on_one, [Figure("publishing", "left_out", 1.0, "nccl", "it needs two devices, and one is visible")]
-    return {**on_one, "nccl": 1}, []

@@ -63,8 +63,12 @@ def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case:
         if code:
             return
         yield Figure(part, "resumed_steps", lines[-1]["step"], case)
-        if part == "run":
-            yield Figure(part, "resumed_same", float(digest(folder / "out") == uninterrupted(folder)), case)
+        if part == "run":  # against the same run without a kill
+            with (folder / "straight.log").open("w") as log:
+                words = [*TRAIN, "run.dir=straight"]
+                done = subprocess.run(words, cwd=folder, stdout=log, stderr=log, timeout=RUN_TIMEOUT_S, check=False)
+            is_same = done.returncode == 0 and digest(folder / "out") == digest(folder / "straight")
+            yield Figure(part, "resumed_same", float(is_same), case)
         else:
             yield Figure(part, "engines_first", float(is_in_order(folder / "out" / "events.jsonl")), case)
         yield Figure(part, "exported", float((folder / "out/hf/config.json").is_file()), case)
@@ -110,14 +114,6 @@ def digest(run_dir: Path) -> str:
         with file.open("rb") as read:
             found.update(hashlib.file_digest(read, "blake2b").digest())
     return found.hexdigest()
-
-
-def uninterrupted(folder: Path) -> str:
-    """Hash of the weights of the same run without a kill; empty if it failed."""
-    with (folder / "straight.log").open("w") as log:
-        words = [*TRAIN, "run.dir=straight"]
-        done = subprocess.run(words, cwd=folder, stdout=log, stderr=log, timeout=RUN_TIMEOUT_S, check=False)
-    return digest(folder / "straight") if done.returncode == 0 else ""
 
 
 def is_in_order(events: Path) -> bool:

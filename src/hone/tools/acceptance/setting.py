@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from hone.algo.algorithm import Algorithm
 from hone.assemble.job import set_up_arithmetic
 from hone.config.algorithm import AlgorithmSection
 from hone.config.run import OptimizerSection, RunSection
-from hone.devices import is_accelerator, synchronize
+from hone.devices import devices_here, is_accelerator, synchronize
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.plan.presets import named_config
@@ -70,6 +70,11 @@ class PartSetting:
     @property
     def is_gpu(self) -> bool:
         return is_accelerator(self.device)
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """Of the arithmetic: bfloat16 where an accelerator has it."""
+        return "bfloat16" if self.is_gpu and devices_here("auto").bfloat16 else "float32"
 
     @property
     def lengths(self) -> Sequence[int]:

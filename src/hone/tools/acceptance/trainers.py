@@ -1,30 +1,171 @@
-"""Parts that time a trainer against the plan: passes at each length, memory and calibration."""
+"""Parts that time updates against the plan: passes at each length, modes of checkpointing, kernels of both kinds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from hone.algo.algorithm import Algorithm
-from hone.devices import devices_here, module_of
+from hone.config.run import Checkpointing, RunConfig
+from hone.devices import give_back_memory, module_of
+from hone.memory.gauges import GIB
+from hone.model.kernels import use_fused_kernels, uses_fused_kernels
 from hone.model.load import init_model
 from hone.plan import time as roofline
 from hone.plan.efficiency import MeasuredRates, remember_rates
+from hone.plan.hardware import find_hardware
+from hone.plan.planner import Plan, plan
 from hone.tools.acceptance.figures import Figure
-from hone.tools.acceptance.planned import PlannedUpdate
 from hone.tools.acceptance.setting import (
     NO_ACCELERATOR,
+    PROMPT,
     TINY,
     PartSetting,
+    UpdateFigures,
     make_algorithm,
     make_trainer,
+    measured_update,
+    random_batch,
     shape_of,
     timed,
     update,
 )
 from hone.tools.acceptance.usage import synchronizations, watched
 from hone.train.policy import PolicyTrainer
+
+MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
+
+
+class PlannedUpdate:
+    """Samples of one length in groups of up to eight, and a plan for each mode of checkpointing.
+
+    Args:
+        size: of Qwen3's shapes, "0.6b".
+        length: tokens of a sample with its prompt.
+        dtype: of the arithmetic.
+        microbatches: worth of samples, of `setting.budget` tokens each.
+        modes: of checkpointing, in the order in which they are preferred.
+    """
+
+    def __init__(
+        self,
+        setting: PartSetting,
+        size: str,
+        length: int,
+        dtype: str,
+        *,
+        microbatches: int = 2,
+        modes: tuple[Checkpointing, ...] = MODES,
+    ) -> None:
+        samples = max(microbatches, microbatches * setting.budget // length)
+        self._prompts, self._length, self._dtype = max(1, samples // 8), length, dtype
+        self._response = max(length - PROMPT, 1)
+        self.budget = max(setting.budget, length + PROMPT)
+        """Tokens of a microbatch, at most."""
+        self.shape = TINY if setting.tiny else shape_of(size)
+        self.batch = random_batch(
+            [self._response] * samples, self._prompts, vocab=self.shape["vocab_size"], prompt_tokens=PROMPT
+        )
+        self.logit_tokens = samples * self._response
+        self.tokens = self._prompts * PROMPT + self.logit_tokens
+        """Each prompt counted once."""
+        self.case = f"{samples} x {length} tokens, {dtype}"
+        model: dict[str, object] = {"path": f"Qwen/Qwen3-{size.upper()}"}
+        if setting.tiny:
+            model = {"init": dict(TINY), "characters": "0123456789"}
+        group = max(samples // self._prompts, 1)
+        self.plans: dict[Checkpointing, Plan] = {mode: self._plan(model, group, mode) for mode in modes}
+
+    @property
+    def fitting(self) -> list[Checkpointing]:
+        """Modes that fit on this device, by the plan."""
+        return [mode for mode, one in self.plans.items() if one.verdict.level != "does not fit"]
+
+    @cached_property
+    def flops(self) -> float:
+        """Operations of one forward pass."""
+        first = next(iter(self.plans))
+        lengths = self.plans[first].inputs.workload.lengths
+        return roofline.pass_flops(self._learner(first), self.tokens, lengths, self.logit_tokens)
+
+    @property
+    def peak_flops(self) -> float:
+        """Operations per second that the device can do at most."""
+        return next(iter(self.plans.values())).inputs.hardware.flops(self._bytes_each)
+
+    def peak_over_plan(self, part: str, mode: Checkpointing, case: str, measured: int) -> Figure:
+        """Most bytes of tensors in an update over the plan's."""
+        phases = {moment.phase: moment for moment in self.plans[mode].ledgers[0].phase_peaks()}
+        expected = sum(term.bytes for term in phases["update"].terms if term.name != "CUDA context")
+        note = f"{measured / GIB:.1f} of {expected / GIB:.1f} GiB"
+        return Figure(part, "peak_over_plan", measured / expected, case, note)
+
+    def rates(self, mode: Checkpointing, seconds: tuple[float, float, float]) -> MeasuredRates:
+        """The shares of the peak with which the plan's formulas give the seconds that were measured.
+
+        Args:
+            seconds: of a pass without gradients, of an update, and what the plan adds to that for its microbatches.
+        """
+        forward_s, update_s, overhead_s = seconds
+        learner, hardware = self._learner(mode), self.plans[mode].inputs.hardware
+        architecture = learner.architecture
+        again = roofline.recomputed_frac(learner) * self.flops
+        again += 2 * architecture.vocab * architecture.hidden * self.logit_tokens
+        arithmetic = update_s - overhead_s - roofline.optimizer_s(learner, hardware, roofline.GPU)
+        done = (3 * self.flops + again) / max(arithmetic, update_s / 10)
+        return MeasuredRates(
+            device=hardware.name,
+            parameters=architecture.total_parameters,
+            tokens=self._length,
+            bytes_each=learner.bytes_each,
+            training_flops=min(done / self.peak_flops, 1.0),
+            forward_flops=min(self.flops / forward_s / self.peak_flops, 1.0),
+        )
+
+    @property
+    def _bytes_each(self) -> int:
+        return 2 if self._dtype == "bfloat16" else 4
+
+    def _learner(self, mode: Checkpointing) -> roofline.LearnerTime:
+        architecture = self.plans[mode].inputs.architecture
+        return roofline.LearnerTime(
+            architecture=architecture,
+            devices=1,
+            checkpointing=mode,
+            bytes_each=self._bytes_each,
+            trained_parameters=architecture.total_parameters,
+            microbatches=1,
+        )
+
+    def _plan(self, model: dict[str, object], group: int, mode: Checkpointing) -> Plan:
+        config = RunConfig.model_validate(
+            {
+                "model": model,
+                "data": {"train": "rows.jsonl", "max_prompt_tokens": PROMPT},
+                "reward": {"components": [{"use": "exact"}]},
+                "run": {"precision": self._dtype},
+                "cluster": {"backend": "local"},
+                "rollout": {
+                    "group_size": group,
+                    "max_response_tokens": self._response,
+                    "max_concurrent_samples": 1,
+                },
+                "train": {
+                    "prompts_per_step": self._prompts,
+                    "tokens_per_microbatch": self.budget,
+                    "activation_checkpointing": mode,
+                },
+            }
+        )
+        return plan(
+            config,
+            find_hardware("this"),
+            mean_prompt_tokens=float(PROMPT),
+            mean_response_tokens=float(self._response),
+        )
 
 
 def trainer_part(size: str) -> Callable[[PartSetting], Iterator[Figure]]:
@@ -33,7 +174,7 @@ def trainer_part(size: str) -> Callable[[PartSetting], Iterator[Figure]]:
     def part(setting: PartSetting) -> Iterator[Figure]:
         name = f"trainer-{size}"
         shape = TINY if setting.tiny else shape_of(size)
-        dtype = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
+        dtype = setting.precision
         model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
         found: list[MeasuredRates] = []
         trainer, algorithm = make_trainer(model, dtype, setting.budget), make_algorithm()
@@ -87,3 +228,90 @@ def use_of_update(name: str, case: str, work: Callable[[], object], metrics: Map
     yield Figure(name, "kernels_per_microbatch", use.kernels / microbatches, case)
     yield Figure(name, "host_ms_per_microbatch", 1000 * use.host_s / microbatches, case)
     yield Figure(name, "update_busy", use.busy_frac, case)
+
+
+KERNELS = ("torch's kernels", "compiled kernels")
+WORK = (("0.6b", 2048), ("0.6b", 16384), ("1.7b", 2048), ("4b", 2048))
+"""Sizes and lengths: what fits, with one microbatch each."""
+BESIDE_FIRST = ("mode_time_ratio", "mode_memory_ratio", "mode_logprob_difference", "mode_grad_difference")
+"""Against the first mode that fits with the same kernels: it stores most."""
+BESIDE_TORCH = ("mode_kernels_ratio", "mode_kernels_memory", "kernels_logprob_difference", "kernels_grad_difference")
+"""Compiled kernels against torch's own in the same mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What one way made of an update."""
+
+    figures: UpdateFigures
+    peak_bytes: int
+    """Of tensors; 0 on a CPU."""
+
+
+def modes(setting: PartSetting) -> Iterator[Figure]:
+    """Every mode of checkpointing that fits, with each kind of kernels, from the same weights and samples."""
+    dtype = setting.precision
+    if not setting.is_gpu:
+        yield Figure("modes", "left_out", 1.0, "memory", NO_ACCELERATOR)
+    for size, length in (("0.6b", setting.lengths[0]),) if setting.tiny else WORK:
+        yield from modes_of(setting, size, length, dtype)
+
+
+def modes_of(setting: PartSetting, size: str, length: int, dtype: str) -> Iterator[Figure]:
+    """Of one model and one length."""
+    some_layers = PlannedUpdate(setting, size, length, dtype).shape["num_hidden_layers"] // 2
+    work = PlannedUpdate(setting, size, length, dtype, microbatches=1, modes=(*MODES[:2], some_layers, MODES[2]))
+    for mode in work.plans.keys() - set(work.fitting):
+        yield Figure("modes", "left_out", 1.0, f"{size}, {work.case}, {named(mode)}", "the plan does not fit")
+    ways: dict[tuple[str, Checkpointing], Way] = {}
+    for kernels in KERNELS:
+        try:
+            use_fused_kernels(setting.device.type if kernels == KERNELS[1] else None)
+            if kernels == KERNELS[1] and not uses_fused_kernels(setting.device):
+                yield Figure("modes", "left_out", 1.0, f"{size}, {kernels}", "the compiler does not work here")
+                continue
+            for mode in work.fitting:
+                ways[kernels, mode] = way = measured_way(setting, work, mode, dtype)
+                case = f"{size}, {work.case}, {named(mode)}, {kernels}"
+                seconds = way.figures.seconds
+                yield Figure("modes", "mode_tokens_per_s", work.tokens / seconds, case)
+                yield Figure("modes", "mode_mfu", 3 * work.flops / seconds / work.peak_flops, case)
+                if setting.is_gpu:
+                    yield Figure("modes", "mode_peak_gib", way.peak_bytes / GIB, case)
+                if kernels == KERNELS[1] and setting.is_gpu:
+                    yield work.peak_over_plan("modes", mode, case, way.peak_bytes)
+                yield from beside(way, ways[kernels, work.fitting[0]], BESIDE_FIRST, case)
+                yield from beside(way, ways[KERNELS[0], mode], BESIDE_TORCH, case)
+        finally:
+            use_fused_kernels(None)
+
+
+def named(mode: Checkpointing) -> str:
+    """A mode in the words of a case."""
+    return f"checkpointing {mode}" if isinstance(mode, str) else f"checkpointing of {mode} layers"
+
+
+def measured_way(setting: PartSetting, work: PlannedUpdate, mode: Checkpointing, dtype: str) -> Way:
+    """A new trainer's update."""
+    give_back_memory()
+    model = init_model(work.shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+    model.checkpointing = mode
+    trainer = make_trainer(model, dtype, work.budget)
+    if not setting.is_gpu:
+        return Way(measured_update(trainer, work.batch), 0)
+    module = module_of(setting.device)
+    module.reset_peak_memory_stats()
+    return Way(measured_update(trainer, work.batch), module.max_memory_allocated())
+
+
+def beside(way: Way, other: Way, names: tuple[str, str, str, str], case: str) -> Iterator[Figure]:
+    """Time, memory, logprobs and gradient against another way's, under these names of figures."""
+    if way is other:
+        return
+    time_ratio, memory_ratio, logprob_difference, grad_difference = names
+    yield Figure("modes", time_ratio, way.figures.seconds / other.figures.seconds, case)
+    if other.peak_bytes:
+        yield Figure("modes", memory_ratio, way.peak_bytes / other.peak_bytes, case)
+    apart = float((way.figures.logprobs_T - other.figures.logprobs_T).abs().mean())
+    yield Figure("modes", logprob_difference, apart, case)
+    yield Figure("modes", grad_difference, abs(way.figures.grad_norm / other.figures.grad_norm - 1), case)

@@ -52,11 +52,6 @@ class DeviceUsage:
         waits = (event for event in self.events if not event.on_device and event.name.endswith(WAITS))
         return self.seconds - covered_us(waits) / 1e6
 
-    @property
-    def host_frac(self) -> float:
-        """Share of the time in which the host does not wait for the device."""
-        return self.host_s / self.seconds
-
 
 def covered_us(events: Iterable[RecordedEvent]) -> float:
     """Time in which at least one of the events lasts."""
@@ -70,7 +65,7 @@ def covered_us(events: Iterable[RecordedEvent]) -> float:
 def use_figures(part: str, use: DeviceUsage, case: str) -> Iterator[Figure]:
     """Shares of the time, of engines."""
     yield Figure(part, "decode_busy", use.busy_frac, case)
-    yield Figure(part, "decode_host_frac", use.host_frac, case)
+    yield Figure(part, "decode_host_frac", use.host_s / use.seconds, case)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from hone.model.load import init_model
 from hone.rollout.local import LocalEngine
 from hone.tools.acceptance.setting import timed
 from hone.weights.buckets import bucket_bytes
-from hone.weights.publish import Published, Transport, Update, publish
+from hone.weights.publish import Update, publish
 from hone.weights.routes import Routes
 from hone.weights.transports import RayPeer, TransportName, make_transport
 
@@ -56,38 +56,31 @@ class WeightsSender:
         sizes = list[int]()
         for _ in range(1 + VERSIONS):
             started = time.perf_counter()
-            found = self._publish(name, actor, transport, size)
+            self._version += 1
+            found = publish(
+                self._model.named_weights(),
+                {ENGINE: RayPeer(actor)},
+                transport,
+                updates={ENGINE: Update(f"{name} {self._version}", self._version)},
+                bucket_size=size,
+                timeout_s=TIMEOUT_S,
+            )
             seconds.append(time.perf_counter() - started)
             if found.failed:
                 raise ClusterError(f"publishing by {name}: {found.failed[ENGINE]}")
             held.append(found.held_by == (ENGINE,) and found.manifest.fingerprint == self._fingerprint())
             over_least.append(Routes(name, {ENGINE: (0,)}).moved_over_least([found], [ENGINE]))
             sizes.append(found.manifest.num_bytes)
-            self._change()
+            with torch.no_grad():  # as an update would: every weight
+                for parameter in self._model.parameters():
+                    parameter.mul_(1.25)
         transport.drop(ENGINE)
         fingerprint_s, _ = timed(self._fingerprint)
         median_s = statistics.median(seconds[1:])  # the first joins a group
         return SentVersions(median_s, fingerprint_s, sum(held) / len(held), max(over_least), max(sizes))
 
-    def _publish(self, name: TransportName, actor: Any, transport: Transport, size: int) -> Published:
-        self._version += 1
-        return publish(
-            self._model.named_weights(),
-            {ENGINE: RayPeer(actor)},
-            transport,
-            updates={ENGINE: Update(f"{name} {self._version}", self._version)},
-            bucket_size=size,
-            timeout_s=TIMEOUT_S,
-        )
-
     def _fingerprint(self) -> str:
         return weights_fingerprint(self._model.named_weights())
-
-    @torch.no_grad()
-    def _change(self) -> None:
-        """As an update would: every weight."""
-        for parameter in self._model.parameters():
-            parameter.mul_(1.25)
 
 
 async def waiting_engine(shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> LocalEngine:

@@ -1,9 +1,10 @@
-"""The part with two devices: a trainer whose weights, layers or sequences are divided over them, against one device."""
+"""Parts with ranks: updates divided over two devices against one, and exports by one process and by ranks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from hone.devices import devices_here, give_back_memory
+from hone.devices import devices_here, give_back_memory, module_of
+from hone.memory.gauges import GIB
 from hone.model.load import init_model
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
+    NO_ACCELERATOR,
     PROMPT,
     TINY,
     PartSetting,
@@ -57,7 +60,7 @@ def several(setting: PartSetting) -> Iterator[Figure]:
     if setting.is_gpu and devices_here("auto").per_node < RANKS:
         yield Figure("several", "left_out", 1.0, note="it needs two devices, and one is visible")
         return
-    dtype = "bfloat16" if setting.is_gpu and devices_here("auto").bfloat16 else "float32"
+    dtype = setting.precision
     length = setting.lengths[1]
     samples = 2 * max(2, setting.budget // length)
     vocab = shape_with({}, setting)["vocab_size"]
@@ -101,3 +104,66 @@ def trained(
     model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=device)
     budget = max(setting.budget, int(batch.length_S[0]) + PROMPT)
     return measured_update(make_trainer(model, dtype, budget, ranks=ranks), batch)
+
+
+MOST_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the process that writes measured."""
+
+    seconds: float
+    num_bytes: int
+    """Of the files."""
+    device_bytes: int
+    """Most memory of tensors on its device beyond what was there before; 0 on a CPU."""
+
+
+def export(setting: PartSetting) -> Iterator[Figure]:
+    """By one process, and by the first of ranks that have a share of each weight: one, or two where devices are."""
+    yield from export_figures(setting, written(setting, setting.device, ALONE), "one process")
+    give_back_memory()
+    ranks = min(MOST_RANKS, devices_here("auto").per_node) if setting.is_gpu else MOST_RANKS
+    with TemporaryDirectory(prefix="hone-gpu-") as name:
+        spawn(write_rank, (setting, ranks, Path(name)), nprocs=ranks)
+        found = Written(**torch.load(Path(name) / "written.pt", weights_only=True))
+    yield from export_figures(setting, found, f"FSDP2, {ranks} rank{'s' if ranks > 1 else ''}")
+    if not setting.is_gpu:
+        yield Figure("export", "left_out", 1.0, "memory", NO_ACCELERATOR)
+
+
+def export_figures(setting: PartSetting, found: Written, case: str) -> Iterator[Figure]:
+    """Of one way to write."""
+    yield Figure("export", "export_gib_per_s", found.num_bytes / GIB / found.seconds, case)
+    if setting.is_gpu:
+        yield Figure("export", "export_device_gib", found.device_bytes / GIB, case)
+
+
+def write_rank(rank: int, setting: PartSetting, ranks: int, folder: Path) -> None:
+    """One of the processes that have the weights together; the first leaves what it measured."""
+    with among_ranks(setting, rank, ranks, folder) as device:
+        found = written(setting, device, FsdpRanks(make_mesh(device)), is_first=rank == 0)
+    if rank == 0:
+        torch.save(asdict(found), folder / "written.pt")
+
+
+def written(setting: PartSetting, device: torch.device, ranks: Ranks, *, is_first: bool = True) -> Written:
+    """The master weights in bfloat16, by the first rank; the others have their shares of each ready."""
+    shape = TINY if setting.tiny else shape_of("0.6b")
+    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=device)
+    trainer = make_trainer(model, "float32", 1024, ranks=ranks)
+    before = module_of(device).memory_allocated() if setting.is_gpu else 0
+    if setting.is_gpu:
+        module_of(device).reset_peak_memory_stats()
+    with TemporaryDirectory(prefix="hone-gpu-") as name:
+        started = time.perf_counter()
+        if is_first:
+            trainer.write_weights(Path(name), torch.bfloat16)
+        else:
+            for _ in trainer.master_weights():
+                pass
+        seconds = time.perf_counter() - started
+        num_bytes = sum(file.stat().st_size for file in Path(name).glob("*.safetensors"))
+    taken = module_of(device).max_memory_allocated() - before if setting.is_gpu else 0
+    return Written(seconds, num_bytes, taken)
