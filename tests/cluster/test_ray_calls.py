@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
+from hone.assemble.stages import lost_process
 from hone.cluster import calls
 from hone.cluster.calls import as_hone_error
 from hone.cluster.engine import RemoteEngine
 from hone.errors import ClusterError, ClusterLost, DataError, EngineError, MemoryExhausted
-from hone.loop.supervisor import lost_process
 from hone.rollout.engine import Request, Sampling
 from hone.types import Prompt
 

@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError
 from ray_processes import gone, make_engine, processes, toy_cluster, words_of
 from ray_toys import toy_engine, toy_trainer
 
+from hone.assemble.stages import lost_process
 from hone.cluster.actors import TrainerRank
 from hone.cluster.calls import kill
 from hone.cluster.ranks import RankGroup
@@ -20,7 +21,6 @@ from hone.cluster.ray import RayCluster
 from hone.cluster.trainer import RemoteTrainer
 from hone.config.cluster import ClusterSection
 from hone.errors import ClusterError, DataError, EngineError, PlacementError
-from hone.loop.supervisor import lost_process
 from hone.model.fingerprint import weights_fingerprint
 from hone.rollout.engine import Request, Sampling
 from hone.types import Prompt

@@ -10,7 +10,7 @@ import torch
 from fakes import Engine, fake_run, run_virtually
 
 from hone.errors import EngineError
-from hone.loop.canary import Canary
+from hone.loop.gate import Canary
 from hone.loop.policy import train_policy
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hone.config.run import EvalSection
-from hone.loop.evaluate import metrics_of, pass_at_k, standard_error
+from hone.loop.evaluate import metrics_of, pass_at_k
 from hone.loop.summaries import staleness_shares, summarize
 from hone.types import Group, Picture, Prompt, Sample, VersionSpan
 
@@ -103,8 +103,8 @@ def test_evaluation_by_hand():
 
 def test_the_standard_error_of_one_sample_a_prompt_is_that_of_a_share():
     """3 of 4 right: the root of 0.75 x 0.25 / 3."""
-    found = standard_error([group(1.0), group(1.0), group(0.0), group(1.0), group(None)], 1.0)
-    assert found == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
+    groups = [group(1.0), group(1.0), group(0.0), group(1.0), group(None)]
+    assert metrics_of(groups, EvalSection())["eval/accuracy_se"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
 
 
 def sized(*pairs: tuple[int, float | None], prompt: tuple[int, ...] = (7,)) -> Group:

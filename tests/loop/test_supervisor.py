@@ -9,10 +9,10 @@ import pytest
 from tiny import metrics_of, weights_of, write_run
 
 import hone.assemble.workers as build_workers
+from hone.assemble.stages import lost_process, run_with_restarts
 from hone.assemble.workers import local_workers
 from hone.cli.main import main
 from hone.errors import ClusterError, PlacementError
-from hone.loop.supervisor import lost_process, run_with_restarts
 from hone.run.audit import audit_file
 from hone.runtime.backoff import Restarts
 

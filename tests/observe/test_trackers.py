@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from hone.assemble.inputs import provenance
 from hone.errors import ConfigError
 from hone.observe.trackers import Labels, open_trackers
-from hone.run.provenance import provenance
 
 NAMES = ("wandb", "swanlab", "trackio", "mlflow")
 SCRIPT = """

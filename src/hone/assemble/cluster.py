@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -146,7 +147,9 @@ class RayBackend:
                 num_devices=job.topology.num_devices,
                 say=job.observer.say,
             )
-            self._workers = RayWorkers(job, cluster, ActorSpec.of(job))
+            loaded = replace(job.loaded, run_file=job.loaded.run_file.absolute())
+            spec = ActorSpec(loaded, job.folder.path.absolute(), job.device.type)
+            self._workers = RayWorkers(job, cluster, spec)
             await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
             take_sigterm_back()
             self._watching = asyncio.create_task(self._watch(), name="watching Ray")

@@ -1,24 +1,32 @@
-"""Input hashes of a run: data, tokenizer, model, user code, Hone itself.
+"""Inputs of a run, where it comes from, and hashes of data, tokenizer, model, user code and Hone itself.
 
-They stand in each checkpoint, and what differs when the run is resumed is named. Files are hashed byte by byte, weights
-by samples: size, header, and the first, middle and last 4 KiB of every tensor. Another training, another dtype or a
-replaced tensor changes them; single values edited between those places do not. Of a model on the hub it is the commit.
+The hashes stand in each checkpoint, and what differs when the run is resumed is named. Files are hashed byte by byte,
+weights by samples: size, header, and the first, middle and last 4 KiB of every tensor. Another training, another dtype
+or a replaced tensor changes them; single values edited between those places do not. Of a model on the hub it is the
+commit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from huggingface_hub import hf_hub_download
 from huggingface_hub.constants import ENDPOINT
 
 import hone
 from hone.config.derived import section_of
 from hone.config.load import Loaded
+from hone.config.messages import is_secret_key, is_secret_value
 from hone.config.source import SourceSection
 from hone.data.cache import DEFAULT_CACHE
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
@@ -26,7 +34,8 @@ from hone.data.render import Renderer
 from hone.data.report import LoadProgress
 from hone.data.rows import rows_digest
 from hone.data.sources import SourceRow, read_rows
-from hone.errors import DataError, RunFolderError
+from hone.devices import nvidia_smi
+from hone.errors import DataError
 from hone.model.load import weight_files
 from hone.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hone.reward.fingerprint import code_files, digest, named_files
@@ -35,6 +44,7 @@ from hone.reward.resolve import Unusable
 FULL_BYTES = 16 << 20
 """Weight files up to this size are hashed byte by byte too."""
 _SAMPLE_BYTES = 4096
+GIT_TIMEOUT_S = 10.0
 
 
 def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
@@ -60,28 +70,50 @@ def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
     for key, place in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if place is not None:
             hashes |= {f"{key} {name}": found for name, found in _model(place, folder).items()}
-    for name, service in config.services.items():
-        if service.policy is not None:
-            hashes |= {f"services.{name}.policy {file}": found for file, found in _served(service.policy, folder)}
+    # Of a judge's directory; its engine may read weights in other forms, and one of the hub may be elsewhere only.
+    for name, place in ((name, one.policy) for name, one in config.services.items() if one.policy is not None):
+        for file in sorted((folder / Path(place).expanduser()).glob("*")):
+            if file.suffix in (".safetensors", ".json", ".py"):
+                hashes[f"services.{name}.policy {file.name}"] = file_hash(file)
     if config.lora.start is not None:
         hashes |= {f"lora.start {name}": found for name, found in _adapter(config.lora.start, folder).items()}
     environment = config.rollout.environment
     uses = [component.use for component in config.reward.components]
     uses += [environment.use] if environment.use is not None else []
     args = [component.args for component in config.reward.components] + [environment.args]
-    hashes |= _files("code", (path for use in uses for path in _code(use, folder)), folder)
+    code: list[Path] = []
+    for use in uses:
+        with suppress(Unusable):  # which is said when it is started
+            code += code_files([use], folder)
+    hashes |= _files("code", code, folder)
     return hashes | _files("args", named_files(args, folder), folder)
 
 
-def refuse_changed_inputs(run_folder: Path, changes: list[str], *, checkpoint: Path) -> None:
-    """Raises RunFolderError when there are any."""
-    if changes:
-        raise RunFolderError(
-            f"{run_folder}: inputs of the run differ from those that {checkpoint.name} was trained with:\n"
-            + "\n".join(f"  {change}" for change in changes)
-            + "\nRestore them, start a new run with --fresh or run.dir=..., or continue with the new ones: "
-            "--accept-changed-inputs."
-        )
+def provenance(folder: Path, words: Sequence[str] | None = None) -> dict[str, str]:
+    """`command` and `hardware`, and `git_commit` where the folder is of a repository.
+
+    Args:
+        folder: of the run file.
+        words: of the command line; None: this process's.
+    """
+    found = {"command": shlex.join(_shown(word) for word in (sys.argv if words is None else words))}
+    parts = [f"{len(os.sched_getaffinity(0))} CPU cores", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"]
+    with suppress(OSError, subprocess.SubprocessError):  # no such GPU, or its driver does not answer
+        parts += [f"{count} x {name}" for name, count in Counter(nvidia_smi("name").splitlines()).items()]
+    found["hardware"] = ", ".join(parts)
+    try:
+        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return found
+    return found | ({"git_commit": done.stdout.strip()} if done.returncode == 0 else {})
+
+
+def _shown(word: str) -> str:
+    key, equals, value = word.partition("=")
+    if equals and (is_secret_key(key.rpartition(".")[2]) or is_secret_value(value)):
+        return f"{key}=[hidden]"
+    return "[hidden]" if is_secret_value(word) else word
 
 
 def changed_inputs(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -94,20 +126,18 @@ def changed_inputs(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 def _sources(sources: Sequence[SourceSection], folder: Path, split: str) -> str:
-    """Of one source its content, of several that of each."""
-    hashes = [_rows(source.path, folder, source.split or split) for source in sources]
+    """Of one source its content, of several that of each: of a file its bytes, of a dataset its rows."""
+    hashes: list[str] = []
+    for source in sources:
+        path = folder / Path(source.path).expanduser()
+        if path.is_file():
+            hashes.append(DEFAULT_CACHE.digest(path))
+            continue
+        try:
+            hashes.append(rows_digest(source.path, folder, split=source.split or split, cache=DEFAULT_CACHE))
+        except DataError:  # which is said by the stage that reads it
+            hashes.append("unreadable")
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
-def _rows(source: str, folder: Path, split: str) -> str:
-    """Of a file its bytes, of a dataset its rows."""
-    path = folder / Path(source).expanduser()
-    if path.is_file():
-        return DEFAULT_CACHE.digest(path)
-    try:
-        return rows_digest(source, folder, split=split, cache=DEFAULT_CACHE)
-    except DataError:  # which is said by the stage that reads it
-        return "unreadable"
 
 
 def _pictures(
@@ -135,13 +165,6 @@ def _model(place: str, folder: Path) -> dict[str, str]:
     return {file.name: file_hash(file) for file in files if file.is_file()}
 
 
-def _served(place: str, folder: Path) -> Iterator[tuple[str, str]]:
-    """Of a judge's directory; its engine may read weights in other forms, and one of the hub may be elsewhere only."""
-    for file in sorted((folder / Path(place).expanduser()).glob("*")):
-        if file.suffix in (".safetensors", ".json", ".py"):
-            yield file.name, file_hash(file)
-
-
 def _adapter(place: str, folder: Path) -> dict[str, str]:
     path = Path(resolve_model(place, folder))
     if not path.is_dir():
@@ -154,27 +177,17 @@ def _commit(place: str, name: str) -> dict[str, str]:
     return {"commit": Path(hf_hub_download(place, name, local_files_only=not can_resolve(ENDPOINT))).parent.name}
 
 
-def _code(use: str, folder: Path) -> Iterator[Path]:
-    try:
-        yield from code_files([use], folder)
-    except Unusable:  # which is said when it is started
-        return
-
-
 def _files(kind: str, paths: Iterable[Path], folder: Path) -> dict[str, str]:
     """Files outside the run file's folder may share a name: then one hash is of all of them."""
     hashes: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths):
-        hashes.setdefault(f"{kind} {_named(path, folder)}", []).append(file_hash(path))
+        # Named within the run file's folder, so that it may be moved.
+        name = str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+        hashes.setdefault(f"{kind} {name}", []).append(file_hash(path))
     return {
         name: found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
         for name, found in hashes.items()
     }
-
-
-def _named(path: Path, folder: Path) -> str:
-    """Within the run file's folder, so that it may be moved."""
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
 
 
 def file_hash(path: Path, *, full_bytes: int = FULL_BYTES) -> str:

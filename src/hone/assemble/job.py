@@ -31,7 +31,7 @@ from hone.observe.observer import Observer
 from hone.run.folder import RunFolder
 from hone.runtime.processes import stop_signals_handled
 from hone.services.supervisor import Services
-from hone.train.checkpoint import Checkpoints, SavedCheckpoint
+from hone.train.checkpoint import Checkpoints
 from hone.train.fixed_sums import prepare_fixed_sums
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ def use_fast_float32_products() -> None:
 
 
 @contextlib.contextmanager
-def asks_to_stop(stop: asyncio.Event, observer: Observer, interrupted: threading.Event | None = None) -> Iterator[None]:
+def asks_to_stop(stop: asyncio.Event, observer: Observer, interrupted: threading.Event | None) -> Iterator[None]:
     """The first stop signal asks for a clean end, a second one ends the process at once. `interrupted`, which another
     thread sets, asks too."""
 
@@ -156,20 +156,6 @@ def asks_to_stop(stop: asyncio.Event, observer: Observer, interrupted: threading
     finally:
         if waiting:
             waiting.cancel()
-
-
-def tell_where_it_starts(job: Job, saved: SavedCheckpoint | None) -> None:
-    """Start messages: moved folders, skipped checkpoints, where the run resumes."""
-    if job.folder.moved_aside is not None:
-        job.observer.say(f"the run that was here is now in {job.folder.moved_aside}")
-    for note in job.folder.notes:
-        job.observer.warn(note)
-    if saved is not None:
-        for torn in saved.skipped:
-            job.observer.warn(f"checkpoint skipped: {torn}")
-        job.observer.say(f"resuming from {saved.path} ({saved.progress.stage} step {saved.progress.step})")
-    elif job.folder.resumed:
-        job.observer.say("no checkpoint yet: starting from the beginning")
 
 
 def in_new_loop(work: Coroutine[Any, Any, T]) -> T:

@@ -27,7 +27,7 @@ from hone.memory.rungs import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS, Knob
 from hone.observe.observer import Observer
 from hone.plan.hardware import Hardware, memory_limit_bytes
 from hone.plan.inputs import changed, resolve, value_of, with_value
-from hone.plan.ledger import Ledger, Moment
+from hone.plan.ledger import Ledger
 from hone.plan.page import timeline
 from hone.plan.planner import plan_inputs
 from hone.plan.workload import workload_of
@@ -40,7 +40,6 @@ from hone.train.learner import Passes
 from hone.train.pairs import PairTrainer
 from hone.train.ranks import Ranks
 from hone.train.roles import Roles
-from hone.types import Progress
 
 KEYS = (TOKENS, CHUNK, RECOMPUTE, ROWS, PREFILL)
 LEAST_CHUNK = 64
@@ -103,18 +102,15 @@ class RunMemory:
                 picture = timeline(self.predict(ladder.settings), f"{ladder.meter.gauge.what}, as planned")
                 write_whole(self._folder.path / "memory.svg", picture)
             if ladder.changes:
-                write_whole(self._folder.run_yaml, self._run_yaml())
+                origins = {change.key: Where(change.origin) for change in ladder.changes}
+                config = self._loaded.config
+                for key in origins:
+                    config = with_value(config, key.split("."), ladder.settings[key])
+                title = f"Resolved from {self._loaded.run_file}, and changed while it ran"
+                text = resolved_yaml(config, lambda path: origins.get(path) or self._loaded.where(path), title=title)
+                write_whole(self._folder.run_yaml, text)
         except OSError as error:  # a record less, and no reason to end
             self._observer.warn(f"memory.json, memory.svg and run.yaml cannot be written: {error.strerror}")
-
-    def _run_yaml(self) -> str:
-        """The resolved configuration with what was changed, and why."""
-        ladder, config = self.ladder, self._loaded.config
-        origins = {change.key: Where(change.origin) for change in ladder.changes}
-        for key in origins:
-            config = with_value(config, key.split("."), ladder.settings[key])
-        title = f"Resolved from {self._loaded.run_file}, and changed while it ran"
-        return resolved_yaml(config, lambda path: origins.get(path) or self._loaded.where(path), title=title)
 
     def _predictor(self) -> Predict | None:
         loaded, ladder = self._loaded, self.ladder
@@ -131,7 +127,14 @@ class RunMemory:
 
         def predict(settings: Any) -> Ledger:
             ledger = plan_inputs(changed(inputs, settings)).ledgers[0]
-            return without_context(ledger) if gauge.kind == "gpu" else ledger
+            if gauge.kind != "gpu":
+                return ledger
+            # As torch's allocator sees it, which knows of no CUDA context.
+            moments = (
+                replace(moment, terms=tuple(term for term in moment.terms if term.name != "CUDA context"))
+                for moment in ledger.moments
+            )
+            return replace(ledger, moments=tuple(moments))
 
         return predict
 
@@ -171,15 +174,6 @@ def one_device(kind: Any, memory_bytes: int) -> Hardware:
     )
 
 
-def without_context(ledger: Ledger) -> Ledger:
-    """As torch's allocator sees it, which knows of no CUDA context."""
-
-    def held(moment: Moment) -> Moment:
-        return Moment(moment.phase, moment.name, tuple(t for t in moment.terms if t.name != "CUDA context"))
-
-    return Ledger(ledger.device, ledger.count, ledger.capacity_bytes, tuple(map(held, ledger.moments)))
-
-
 # ---- a rank of a cluster
 
 
@@ -195,13 +189,6 @@ def rank_ladder(loaded: Loaded, folder: Path, device: torch.device, ranks: Ranks
         timeout_s = loaded.config.cluster.call_timeout_s
         return SharedLadder(Meter(gauge), ranks.mesh.collectives, ranks.reset, timeout_s=timeout_s, **options)
     return Ladder(Meter(gauge), **options)
-
-
-def bind_rank(ladder: Ladder, held: Roles | PairTrainer, loaded: Loaded) -> None:
-    """Let a rank's ladder change the settings of what the rank holds."""
-    ladder.begin(Progress(), rank_predictor(loaded, ladder))
-    config = loaded.config
-    ladder.bind(*(pair_knobs(held, config) if isinstance(held, PairTrainer) else trainer_knobs(held, config)))
 
 
 def rank_predictor(loaded: Loaded, ladder: Ladder) -> Predict | None:

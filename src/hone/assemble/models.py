@@ -153,11 +153,6 @@ def starting_adapter(source: Source, stage: str) -> Path | None:
     return model_folder(resolve_model(start, source.loaded.run_file.parent))
 
 
-def make_reference(model: CausalModel) -> CausalModel:
-    """The policy as it is now, which will not change: an adapter's base never does."""
-    return AdapterOff(model) if model.adapter else copy.deepcopy(model)
-
-
 def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> ScalarModel:
     """A reward model on a policy's body, described so that Transformers loads it as a sequence classifier."""
     # Transformers scores the last token that is no padding, so the end of a response must not look like padding.
@@ -183,7 +178,8 @@ def rl_roles(source: Source, ranks: Ranks = ALONE, *, held: Collection[Role]) ->
     policy, frozen = None, model
     if "policy" in held:
         model = with_adapter(config, model, "rl", starting_adapter(source, "rl"))
-        frozen = make_reference(model) if "reference" in held else model
+        if "reference" in held:  # the policy as it is now; an adapter's base never changes
+            frozen = AdapterOff(model) if model.adapter else copy.deepcopy(model)
         policy = make_policy(source, passes, model, train.optimizer, optimizer_steps_total(config))
     return Roles(
         policy=policy,

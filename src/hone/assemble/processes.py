@@ -15,8 +15,8 @@ from pkgutil import resolve_name
 
 import torch
 
-from hone.assemble.job import Job, set_up_arithmetic
-from hone.assemble.memory import bind_rank, rank_ladder
+from hone.assemble.job import set_up_arithmetic
+from hone.assemble.memory import pair_knobs, rank_ladder, rank_predictor, trainer_knobs
 from hone.assemble.models import starting_model
 from hone.assemble.sampling import embedded_engine
 from hone.cluster.actors import Seat
@@ -33,6 +33,7 @@ from hone.train.mesh import make_mesh, process_group
 from hone.train.pairs import PairTrainer
 from hone.train.ranks import ALONE, Ranks
 from hone.train.roles import Roles
+from hone.types import Progress
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,6 @@ class ActorSpec:
     run_dir: Path
     device_type: str
     """torch's name of the devices that the run has."""
-
-    @classmethod
-    def of(cls, job: Job) -> ActorSpec:
-        loaded = replace(job.loaded, run_file=job.loaded.run_file.absolute())
-        return cls(loaded, job.folder.path.absolute(), job.device.type)
 
 
 @dataclass
@@ -92,7 +88,9 @@ def rank(spec: ActorSpec, processes: int, make: MakeHeld, seat: Seat) -> Iterato
             # No rank ever has a whole model: it is made without memory, and filled when each rank's shares are known.
             context = replace(context, device=torch.device("meta"))
         held = make(replace(context, guard=ladder), ranks)
-        bind_rank(ladder, held, spec.loaded)
+        ladder.begin(Progress(), rank_predictor(spec.loaded, ladder))
+        config = spec.loaded.config
+        ladder.bind(*(pair_knobs(held, config) if isinstance(held, PairTrainer) else trainer_knobs(held, config)))
         yield held
 
 

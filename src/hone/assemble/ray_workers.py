@@ -13,7 +13,7 @@ from hone.assemble.job import Job
 from hone.assemble.models import imitation_trainer, needed_roles, pair_trainer, restore, rl_roles, starting_folder
 from hone.assemble.processes import ActorSpec, MakeHeld, engine, rank
 from hone.assemble.scoring import Scoring
-from hone.cluster.actors import EngineActor, MakeEngine, TrainerRank
+from hone.cluster.actors import EngineActor, TrainerRank
 from hone.cluster.calls import kill
 from hone.cluster.engine import RemoteEngine
 from hone.cluster.ranks import RankGroup
@@ -184,7 +184,10 @@ class RayWorkers:
         devices, timeout_s = self._job.topology.trainer.devices, self._settings.call_timeout_s
         groups: dict[Role, RankGroup] = {}
         for roles, others in self._apart():
-            groups |= dict.fromkeys(roles, self._new_role_group(roles, others))
+            ranks = self._spawn_ranks(roles[0], others)
+            make = partial(rank, self._spec, self._processes(roles[0], others), partial(rl_roles, held=roles))
+            group = RankGroup(" and ".join(roles), ranks, make, takes_turns=self._sharers(others) > 1)
+            groups |= dict.fromkeys(roles, group)
         return RemoteTrainer(
             self._policy_group(
                 partial(rl_roles, held=needed_roles(needs) - groups.keys()),
@@ -221,11 +224,6 @@ class RayWorkers:
         workers = self._settings.engines.tensor_parallel_size
         return Routes(name, ranks, workers, machines, sender_machine=trainer.nodes[0])
 
-    def _new_role_group(self, roles: Sequence[Role], devices: Sequence[int]) -> RankGroup:
-        make = partial(rank, self._spec, self._processes(roles[0], devices), partial(rl_roles, held=roles))
-        ranks = self._spawn_ranks(roles[0], devices)
-        return RankGroup(" and ".join(roles), ranks, make, takes_turns=self._sharers(devices) > 1)
-
     def _spawn_ranks(self, name: str, devices: Sequence[int]) -> list[Any]:
         timeout_s = self._settings.call_timeout_s
         return [self._spawn(f"{name}-{n}", TrainerRank, (device,), timeout_s) for n, device in enumerate(devices)]
@@ -242,27 +240,23 @@ class RayWorkers:
 
     async def start_engine(self, name: str) -> RemoteEngine:
         """Start an engine, or start it again after its process has ended."""
-        devices = self._replicas[name].devices
-        engine = RemoteEngine(name, self._spawn(name, EngineActor, devices), timeout_s=self._settings.call_timeout_s)
-        self._engines[name] = engine
-        try:
-            await engine.build(self._making(devices), timeout_s=self._settings.start_timeout_s)
-        except BaseException:
-            await engine.close()
-            raise
-        return engine
-
-    def _making(self, devices: Sequence[int]) -> MakeEngine:
-        processes = self._processes("rollout", devices)
-        topology = self._job.topology
-        return partial(
+        devices, topology = self._replicas[name].devices, self._job.topology
+        started = RemoteEngine(name, self._spawn(name, EngineActor, devices), timeout_s=self._settings.call_timeout_s)
+        self._engines[name] = started
+        make = partial(
             engine,
             self._spec,
-            processes,
+            self._processes("rollout", devices),
             self._model_folder,
             takes_turns=topology.sleeps("rollout"),
             among=(len(topology.engines), topology.devices_per_node),
         )
+        try:
+            await started.build(make, timeout_s=self._settings.start_timeout_s)
+        except BaseException:
+            await started.close()
+            raise
+        return started
 
     def _spawn(self, name: str, actor: type, devices: Sequence[int], *args: Any) -> Any:
         """An actor on devices that it may share with others that take turns."""

@@ -30,8 +30,6 @@ from hone.rollout.env_pool import EnvironmentPool
 from hone.rollout.episodes import EpisodeEngine
 from hone.rollout.local import LocalEngine, counted, refuse_to_compile
 
-Evaluate = Callable[[], Awaitable[dict[str, float]]]
-
 
 async def make_engine(config: RunConfig, tokenizer: Tokenizer, model: CausalModel, base_dir: Path) -> Engine:
     """The embedded engine on a thread of its own; with an environment, one whose samples meet it."""
@@ -143,7 +141,9 @@ def evaluation_sampling(config: RunConfig) -> Sampling:
     return replace(sampling, top_k=top_k, top_p=sampling.top_p if config.eval.top_p is None else config.eval.top_p)
 
 
-def held_out_evaluation(job: Job, engine: Engine, rewards: Rewards, train: PromptStream) -> Evaluate | None:
+def held_out_evaluation(
+    job: Job, engine: Engine, rewards: Rewards, train: PromptStream
+) -> Callable[[], Awaitable[dict[str, float]]] | None:
     """A function that evaluates the live policy, or None when the run file names no data for it.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from hone.cluster.ray import machines_of
 from hone.config.load import Loaded
 from hone.config.run import RunConfig
-from hone.config.topology import Topology
 from hone.devices import (
     FoundDevices,
     devices_here,
@@ -22,8 +20,7 @@ from hone.devices import (
     machine_kind,
     visible_devices,
 )
-from hone.errors import PlacementError
-from hone.services.gpus import Split, split_devices, topology_on
+from hone.services.gpus import Split, split_devices
 from hone.services.supervisor import Services
 
 
@@ -35,17 +32,6 @@ def claim_devices(config: RunConfig) -> Split:
     if split.training is not None:
         os.environ[machine_kind().variable] = split.training
     return split
-
-
-def placed(config: RunConfig, found: FoundDevices) -> Topology:
-    """Who works on which of the devices that were found.
-
-    Raises:
-        PlacementError: what the run file asks for is impossible there.
-    """
-    if config.cluster.backend == "ray" and find_spec("ray") is None:
-        raise PlacementError("cluster.backend = ray: Ray is not installed. Get it with hone-rl's extra `ray`.")
-    return topology_on(config, found)
 
 
 def devices_found(config: RunConfig) -> FoundDevices:

@@ -10,22 +10,27 @@ from typing import TypeVar
 import torch
 
 from hone.algo.algorithm import Algorithm
-from hone.assemble.job import (
-    Job,
-)
+from hone.assemble.job import Job
 from hone.assemble.models import stage_weights
 from hone.assemble.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
 from hone.assemble.workers import Backend, Workers
 from hone.config.derived import component_name, correction, longest_tokens, samples_per_update
 from hone.config.run import Stage
+from hone.data.order import RowOrder
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
 from hone.loop.answers import Answers
 from hone.loop.policy import train_policy
-from hone.loop.reward_model import RewardModelRun, train_reward_model
-from hone.loop.reward_model import total_steps as pair_steps
 from hone.loop.run import PolicyRun
-from hone.loop.sft import SftRun, imitation_order, imitation_rows, total_steps, train_sft
+from hone.loop.supervised import (
+    RewardModelRun,
+    SftRun,
+    imitation_rows,
+    imitation_steps,
+    preference_steps,
+    train_reward_model,
+    train_sft,
+)
 from hone.loop.utilisation import Utilisation
 from hone.memory.ladder import Predict
 from hone.model.load import hf_folder
@@ -42,12 +47,15 @@ async def imitate_once(job: Job, backend: Backend, saved: SavedCheckpoint | None
     trainer is there."""
     rows = imitation_rows(job.config, job.tokenizer, job.base_dir, job.data_cache)
     job.observer.say(f"imitating {rows.report}")
-    steps = total_steps(job.config.sft, len(rows))
+    steps = imitation_steps(job.config.sft, len(rows))
     progress = begin_stage(job, "sft", saved)
     async with backend.imitator(steps, saved) as trainer:
         ready()
         job.observer.begin("sft", steps)
-        order = imitation_order(job.config, rows)
+        if job.config.sft.data is not None:
+            order = RowOrder(rows.sources, seed=job.config.seed)
+        else:
+            order = rows.order(job.config.data, seed=job.config.seed, in_rl=False)
         run = SftRun(job.config, progress, trainer, *job.stage_parts, rows=rows, order=order, guard=job.guard)
         await run_to_end(job, run, train_sft)
 
@@ -61,7 +69,7 @@ async def learn_preferences_once(
     load = partial(load_pairs, config.data, config.rm, tokenizer, job.base_dir, max_tokens=longest)
     pairs, held_out = (load(part=part, cache=job.data_cache) for part in ("train", "eval"))
     job.observer.say(f"pairs to learn from: {pairs.report}; held out: {held_out.report}")
-    steps = pair_steps(config.rm, len(pairs))
+    steps = preference_steps(config.rm, len(pairs))
     progress = begin_stage(job, "reward_model", saved)
     async with backend.pair_learner(steps, saved) as trainer:
         ready()

@@ -1,7 +1,9 @@
 """`hone train`: the stages of a run file in order, each assembled from its parts.
 
 A stage starts from weights on disk (the model of the run file, or what the stage before it exported), so that a run
-that is resumed continues from the same bytes as one that never stopped.
+that is resumed continues from the same bytes as one that never stopped. A stage whose trainer lost a process starts
+again from its newest checkpoint, as `--resume` would: a loss arrives as a ClusterError. Lost engines are restarted by
+the router; after the loss of this process itself the user resumes.
 """
 
 from __future__ import annotations
@@ -11,17 +13,18 @@ import math
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from hone.assemble.alarms import LiveAlarms
-from hone.assemble.inputs import changed_inputs, input_hashes, refuse_changed_inputs
+from hone.assemble.inputs import changed_inputs, input_hashes, provenance
 from hone.assemble.job import (
     Job,
     asks_to_stop,
@@ -29,10 +32,9 @@ from hone.assemble.job import (
     in_new_loop,
     located,
     set_up_arithmetic,
-    tell_where_it_starts,
 )
 from hone.assemble.memory import RunMemory, exhausted
-from hone.assemble.services import claim_devices, devices_found, placed, unseen_notes
+from hone.assemble.services import claim_devices, devices_found, unseen_notes
 from hone.assemble.stage_runs import imitate_once, learn_preferences_once, optimise_once
 from hone.assemble.workers import Backend, LocalBackend
 from hone.cluster.ray import environment_for_ray
@@ -42,19 +44,21 @@ from hone.config.run import Stage
 from hone.config.topology import judge_services, topology_lines
 from hone.data.chat import Tokenizer, load_tokenizer
 from hone.data.prompts import load_prompts
-from hone.errors import DataError, Stopped, StoppedByAlarm
-from hone.loop.supervisor import run_with_restarts
+from hone.errors import ClusterError, DataError, PlacementError, RunFolderError, Stopped, StoppedByAlarm
 from hone.observe.observer import Observer, OnMetrics
 from hone.reward.resolve import picture_of_responses
 from hone.run.folder import RunFolder, identity_of
-from hone.run.provenance import provenance
 from hone.run.refusals import refused_by_tokenizer, starting_architecture
 from hone.run.trial import try_model
 from hone.runtime.backoff import Restarts
 from hone.runtime.processes import environment_restored
-from hone.services.gpus import settled_on
+from hone.services.gpus import settled_on, topology_on
 from hone.services.supervisor import Services
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
+
+Attempt = Callable[[SavedCheckpoint | None, Callable[[], None]], Awaitable[None]]
+"""Runs the stage from a checkpoint, or from its beginning, to its end; calls its second argument when all processes
+are ready. When it fails it leaves nothing behind that it could not use again."""
 
 
 def train(
@@ -82,7 +86,9 @@ def train(
     found = devices_found(loaded.config)
     loaded, choices = settled_on(loaded, found)
     config = loaded.config
-    topology = placed(config, found)
+    if config.cluster.backend == "ray" and find_spec("ray") is None:
+        raise PlacementError("cluster.backend = ray: Ray is not installed. Get it with hone-rl's extra `ray`.")
+    topology = topology_on(config, found)
     is_local = topology.backend == "local"
     split = claim_devices(config)
     own = set_up_arithmetic(
@@ -115,8 +121,13 @@ def train(
         if saved:
             folder.notes += [f"continues without the {what} state of {saved.path.name}" for what in without]
         changes = changed_inputs(saved.run["inputs"], identity["inputs"]) if saved else []
-        if saved and not accept_changed_inputs:
-            refuse_changed_inputs(folder.path, changes, checkpoint=saved.path)
+        if saved and changes and not accept_changed_inputs:
+            raise RunFolderError(
+                f"{folder.path}: inputs of the run differ from those that {saved.path.name} was trained with:\n"
+                + "\n".join(f"  {change}" for change in changes)
+                + "\nRestore them, start a new run with --fresh or run.dir=..., or continue with the new ones: "
+                "--accept-changed-inputs."
+            )
         folder.notes += checkpoints.forget_torn_best(saved.progress) if saved else []
         folder.notes += [f"continues with another input than before: {change}" for change in changes]
         observer = Observer(
@@ -212,7 +223,16 @@ def refuse_untrainable(loaded: Loaded, tokenizer: Tokenizer) -> None:
 async def run_stages(job: Job, saved: SavedCheckpoint | None, interrupted: threading.Event | None) -> None:
     """The stages in order, beginning with the one that `saved` was in. Services run from before to after them, and so
     do a cluster's processes."""
-    tell_where_it_starts(job, saved)
+    if job.folder.moved_aside is not None:
+        job.observer.say(f"the run that was here is now in {job.folder.moved_aside}")
+    for note in job.folder.notes:
+        job.observer.warn(note)
+    if saved is not None:
+        for torn in saved.skipped:
+            job.observer.warn(f"checkpoint skipped: {torn}")
+        job.observer.say(f"resuming from {saved.path} ({saved.progress.stage} step {saved.progress.step})")
+    elif job.folder.resumed:
+        job.observer.say("no checkpoint yet: starting from the beginning")
     with asks_to_stop(job.stop, job.observer, interrupted):
         async with job.services, backend_of(job) as backend:
             await run_stages_on(job, backend, saved)
@@ -263,6 +283,66 @@ async def run_stage(job: Job, backend: Backend, stage: Stage, saved: SavedCheckp
         restarts=Restarts(job.config.cluster.restarts),
         stop=job.stop,
     )
+
+
+async def run_with_restarts(
+    attempt: Attempt,
+    saved: SavedCheckpoint | None,
+    *,
+    newest: Callable[[], SavedCheckpoint | None],
+    observer: Observer,
+    restarts: Restarts,
+    stop: asyncio.Event,
+) -> None:
+    """Run a stage to its end, restarting its trainer within the bound.
+
+    Args:
+        saved: the stage's checkpoint to begin with; None begins it.
+        newest: reads the newest whole checkpoint of the stage; None when there is none yet.
+        observer: its records are taken back to that checkpoint.
+        restarts: their bound.
+        stop: set when the run is to stop.
+    Raises:
+        ClusterError: a process was lost once too often, or before all were ready for the first time.
+    """
+    was_ready = False
+
+    def ready() -> None:
+        nonlocal was_ready
+        was_ready = True
+
+    first = saved.progress.position if saved else observer.position()
+    while True:
+        try:
+            await attempt(saved, ready)
+            return
+        except (ClusterError, BaseExceptionGroup) as error:
+            lost = lost_process(error)
+            if lost is None or not was_ready:
+                raise
+            observer.event("trainer_down", why=str(lost))
+            wait_s = restarts.next_wait_s()
+            if wait_s is None:
+                bound = f"cluster.restarts = {restarts.bound}"
+                raise ClusterError(f"{lost} Started again {restarts.count} times within an hour ({bound}).") from error
+        saved = newest()
+        where = f"step {saved.progress.step}" if saved else "the beginning of the stage: no checkpoint was written yet"
+        count = f"{restarts.count} of {restarts.bound} an hour"
+        observer.warn(f"{lost} Started again in {wait_s:g} s from {where} ({count})")
+        observer.rewind(saved.progress.position if saved else first)
+        try:
+            async with asyncio.timeout(wait_s):
+                await stop.wait()
+            return
+        except TimeoutError:
+            continue
+
+
+def lost_process(error: BaseException) -> ClusterError | None:
+    """The loss of a process among what happened together, unless starting anew would not help."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((lost for inner in error.exceptions if (lost := lost_process(inner)) is not None), None)
+    return error if isinstance(error, ClusterError) and not isinstance(error, PlacementError) else None
 
 
 @asynccontextmanager

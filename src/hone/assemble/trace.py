@@ -13,7 +13,7 @@ import torch
 
 from hone.errors import DataError
 from hone.memory.calibration import RESIDUAL
-from hone.plan.cluster import PoolPlan, Trained, forward_moment, pool_moments, update_moments
+from hone.plan.cluster import Trained, forward_moment, pool_moments, update_moments
 from hone.plan.inputs import implementation_of, microbatch, microbatch_tokens
 from hone.plan.ledger import Moment
 from hone.plan.planner import Plan
@@ -101,17 +101,14 @@ def trace_plan(found: Plan, folder: Path, say: Callable[[str], None]) -> Trace:
     """
     start = time.monotonic()
     notes: list[str] = []
-    trace = _local if found.inputs.is_local else _pools
-    points = tuple(trace(found, folder, say, notes))
+    if found.inputs.is_local:
+        ledger = found.ledgers[0]
+        points = tuple(_single(ledger.device, ledger.moments, found, folder, say, notes))
+    else:
+        points = tuple(_pools(found, folder, say, notes))
     if not points:
         raise DataError("nothing of this plan can be traced: " + "; ".join(notes))
     return Trace(points, tuple(notes), time.monotonic() - start)
-
-
-def _local(found: Plan, folder: Path, say: Callable[[str], None], notes: list[str]) -> Iterator[Point]:
-    """The trainer of one process."""
-    ledger = found.ledgers[0]
-    yield from _single(ledger.device, ledger.moments, found, folder, say, notes)
 
 
 def _single(
@@ -165,45 +162,38 @@ def _batch(found: Plan, tokens: int) -> Batch:
 
 
 def _pools(found: Plan, folder: Path, say: Callable[[str], None], notes: list[str]) -> Iterator[Point]:
-    """Every pool's policy."""
-    for pool in pools_of(found.inputs):
+    """Every pool's policy; where a pool holds all models of the run's trainer, with those, as one process does."""
+    inputs = found.inputs
+    needs_copy = inputs.workload.has_reference and not inputs.workload.adapter_rank
+    for pool in pools_of(inputs):
         if pool.policy is None:
             if pool.critic:
                 notes.append(f"not traced: the critic of {pool.name}")
             continue
-        if not pool.policy.is_sharded and _trains_alone(pool, found):
-            trainer = pool_moments(replace(pool, engine=None, judge=None), found.inputs.workload)
+        has_all = bool(pool.critic) == bool(inputs.critic) and bool(pool.reference) == needs_copy
+        if not pool.policy.is_sharded and has_all:
+            trainer = pool_moments(replace(pool, engine=None, judge=None), inputs.workload)
             yield from _single(pool.name, trainer, found, folder, say, notes)
             continue
         if pool.critic:
             notes.append(f"not traced: the critic of {pool.name}")
-        reason = _untraceable(pool.policy)
-        if reason:
+        policy = pool.policy
+        reasons = {
+            "a model with a vision tower": policy.architecture.tower is not None,
+            "cluster.trainer.sequence_parallel > 1": policy.work.sequence_parallel > 1,
+            "parameters in cluster.trainer.offload": policy.offload,
+            "a single rank whose critic or reference is in another pool": not policy.is_sharded,
+            "an adapter on sharded weights": policy.adapter > 0,
+            "activation_checkpointing of some layers": isinstance(policy.work.checkpointing, int),
+            "activation_checkpointing = selective in Transformers' own class": (
+                policy.work.checkpointing == "selective" and policy.work.implementation == "transformers"
+            ),
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
             notes.append(f"not traced: {pool.name}, for {reason}")
             continue
-        yield from _sharded(pool.name, pool.policy, found, folder, say)
-
-
-def _trains_alone(pool: PoolPlan, found: Plan) -> bool:
-    """Whether a pool holds all models of the run's trainer, as one process does."""
-    inputs = found.inputs
-    needs_copy = inputs.workload.has_reference and not inputs.workload.adapter_rank
-    return bool(pool.critic) == bool(inputs.critic) and bool(pool.reference) == needs_copy
-
-
-def _untraceable(policy: Trained) -> str | None:
-    reasons = {
-        "a model with a vision tower": policy.architecture.tower is not None,
-        "cluster.trainer.sequence_parallel > 1": policy.work.sequence_parallel > 1,
-        "parameters in cluster.trainer.offload": policy.offload,
-        "a single rank whose critic or reference is in another pool": not policy.is_sharded,
-        "an adapter on sharded weights": policy.adapter > 0,
-        "activation_checkpointing of some layers": isinstance(policy.work.checkpointing, int),
-        "activation_checkpointing = selective in Transformers' own class": (
-            policy.work.checkpointing == "selective" and policy.work.implementation == "transformers"
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+        yield from _sharded(pool.name, policy, found, folder, say)
 
 
 def _sharded(name: str, policy: Trained, found: Plan, folder: Path, say: Callable[[str], None]) -> Iterator[Point]:

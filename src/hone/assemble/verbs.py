@@ -15,7 +15,7 @@ from hone.assemble.sampling import evaluation_sampling, make_engine, make_reward
 from hone.assemble.services import claim_devices, services_apart
 from hone.config.derived import component_name, trains_adapter
 from hone.config.load import Loaded
-from hone.config.run import RewardComponent, RunConfig
+from hone.config.run import RunConfig
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.data.prompts import load_prompts
 from hone.devices import devices_here
@@ -197,7 +197,12 @@ def evaluate_judge_of(loaded: Loaded, pairs: Path, *, name: str | None, url: str
         ConfigError: no such judge, or its args do not fit.
         DataError: rows that are no pairs.
     """
-    component = _judge(loaded, name)
+    judges = {component_name(c): c for c in loaded.config.reward.components if c.use == "judge"}
+    wanted = next(iter(judges)) if name is None and len(judges) == 1 else name
+    if wanted not in judges:
+        known = f"its judges: {', '.join(judges)}; choose one with --name" if judges else "it has none (`use: judge`)"
+        raise ConfigError([f"{loaded.run_file}: which judge? {known}."])
+    component = judges[wanted]
     args = dict(component.args)
     if url is not None:
         args.pop("service", None)
@@ -218,13 +223,3 @@ def evaluate_judge_of(loaded: Loaded, pairs: Path, *, name: str | None, url: str
             await judge.close()
 
     return asyncio.run(run()).metrics()
-
-
-def _judge(loaded: Loaded, name: str | None) -> RewardComponent:
-    judges = {component_name(c): c for c in loaded.config.reward.components if c.use == "judge"}
-    if name is None and len(judges) == 1:
-        return next(iter(judges.values()))
-    if name is None or name not in judges:
-        known = f"its judges: {', '.join(judges)}; choose one with --name" if judges else "it has none (`use: judge`)"
-        raise ConfigError([f"{loaded.run_file}: which judge? {known}."])
-    return judges[name]

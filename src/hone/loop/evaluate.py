@@ -56,8 +56,10 @@ def metrics_of(groups: Sequence[Group], settings: EvalSection) -> dict[str, floa
         "eval/response_tokens_mean": float(np.mean([len(s.token_ids) for s in samples])),
         "eval/truncated_frac": sum(s.finish_reason == "length" for s in samples) / max(1, len(samples)),
     }
-    if not math.isnan(error := standard_error(groups, settings.threshold)):
-        metrics["eval/accuracy_se"] = error
+    means = [accuracy([group], settings.threshold) for group in groups]
+    means = [mean for mean in means if not math.isnan(mean)]
+    if len(means) > 1:  # over prompts, whose samples are alike
+        metrics["eval/accuracy_se"] = float(np.std(means, ddof=1)) / math.sqrt(len(means))
     metrics |= episode_metrics(samples, "eval/")
     for k in settings.pass_k:
         metrics[f"eval/pass@{k}"] = pass_at_k(groups, k, settings.threshold)
@@ -81,13 +83,6 @@ def accuracy(groups: Sequence[Group], threshold: float) -> float:
     """Mean over scored samples of reward >= threshold."""
     scored = [reward >= threshold for group in groups for reward in group.rewards if reward is not None]
     return float(np.mean(scored)) if scored else float("nan")
-
-
-def standard_error(groups: Sequence[Group], threshold: float) -> float:
-    """Standard error of `accuracy` over prompts, whose samples are alike; NaN of fewer than two."""
-    means = [accuracy([group], threshold) for group in groups]
-    means = [mean for mean in means if not math.isnan(mean)]
-    return float(np.std(means, ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else float("nan")
 
 
 def pass_at_k(groups: Sequence[Group], k: int, threshold: float) -> float:

@@ -171,7 +171,7 @@ async def sample_and_score(run: PolicyRun, request: Request) -> Finished:
 async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     """One policy update, possibly of several optimizer steps, on `prompts_per_step` groups."""
     run.observer.event("training", step=run.progress.step + 1)
-    dropped = run.take_dropped()
+    dropped, run.dropped = run.dropped, []
     run.measure_pass_rates([*groups, *dropped])
     metrics = run.rewards.http_metrics()
     if run.progress.step == 0 and run.answers is not None:

@@ -22,7 +22,7 @@ from hone.data.pack import Shape
 from hone.data.prompts import PromptStream
 from hone.errors import DataError, HoneError, RewardError
 from hone.loop.answers import Answers
-from hone.loop.canary import NUM_PROMPTS, Canary
+from hone.loop.gate import CANARY_PROMPTS, Canary
 from hone.loop.summaries import pass_rate
 from hone.loop.utilisation import Utilisation
 from hone.memory.guard import UNGUARDED, Guard
@@ -171,7 +171,7 @@ class PolicyRun(Stage[Trainer]):
             await other.wake()
         self.observer.event("published", version=self.progress.step)
         if self.replicas is not None and due(self.progress.step, self.config.cluster.canary_every):
-            prompts = tuple(self.prompts.rows()[:NUM_PROMPTS])
+            prompts = tuple(self.prompts.rows()[:CANARY_PROMPTS])
             self.canary.version = self.progress.step
             await self.canary.sample(self.config, self.replicas(), prompts, self.sampling)
 
@@ -206,14 +206,15 @@ class PolicyRun(Stage[Trainer]):
         prompts = [group.prompt.index for group in groups]
         self.observer.event("trained", step=self.progress.step, prompts=prompts, oldest=oldest)
 
-    def take_dropped(self) -> list[Group]:
-        """The groups dropped since the last update."""
-        dropped, self.dropped = self.dropped, []
-        return dropped
-
     def record(self, kept: Sequence[Group], dropped: Sequence[Group], batch: Batch) -> None:
         """Record the samples of a step: trained groups with their advantages, then dropped ones."""
-        advantages = iter(sample_advantages(batch))
+        advantage_T, length_S = batch.columns["advantages_T"].cpu().numpy(), batch.length_S.cpu().numpy()
+        sums, start = [], 0
+        for lengths in np.array_split(length_S, 1 + len(advantage_T) // PIECE):
+            end = start + int(lengths.sum())
+            sums.append(_of_samples(np.add, advantage_T[start:end].astype(np.float64), lengths))
+            start = end
+        advantages = iter((np.concatenate(sums) / np.maximum(length_S, 1)).tolist())  # means; 0 without tokens
         per_group = [[next(advantages) for _ in group.samples] for group in kept]
         step = self.progress.step + 1  # of the update that they make, as its metrics are logged
         self.observer.record("rl", step, kept, per_group, partial(token_figures, batch))
@@ -270,17 +271,6 @@ def token_figures(batch: Batch, prompts: Sequence[int]) -> list[TokenFigures]:
     mismatches = known("trainer_logprobs_T", lambda trainer_T: chosen(batch.sampler_logprobs_T) - trainer_T)
     entropies = known("policy_entropy_T", lambda entropy_T: entropy_T)
     return [TokenFigures(*of_one) for of_one in zip(advantages, mismatches, entropies, strict=True)]
-
-
-def sample_advantages(batch: Batch) -> list[float]:
-    """Mean advantage of each sample's tokens; 0 for a sample without tokens."""
-    advantage_T, length_S = batch.columns["advantages_T"].cpu().numpy(), batch.length_S.cpu().numpy()
-    sums, start = [], 0
-    for lengths in np.array_split(length_S, 1 + len(advantage_T) // PIECE):
-        end = start + int(lengths.sum())
-        sums.append(_of_samples(np.add, advantage_T[start:end].astype(np.float64), lengths))
-        start = end
-    return (np.concatenate(sums) / np.maximum(length_S, 1)).tolist()
 
 
 def _of_samples(reduce: np.ufunc, value_T: NDArray[Any], length_S: NDArray[np.int64]) -> NDArray[Any]:

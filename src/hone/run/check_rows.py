@@ -16,7 +16,7 @@ from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts, seen_frac
 from hone.data.sources import Part
 from hone.errors import DataError
-from hone.loop.sft import imitation_rows
+from hone.loop.supervised import imitation_rows
 from hone.run.report import CheckReport
 from hone.types import Prompt
 

@@ -1,7 +1,9 @@
-"""Supervised fine-tuning: imitate given responses. The warm-up before RL, through the same trainer and loss.
+"""Supervised stages: imitation of given responses (SFT), and a reward model's training on preferences.
 
 An SFT row is a batch whose advantages are 1 and whose ratio is none: minus the mean log-likelihood of the
-response's tokens. So packing, chunked logprobs, optimizer and checkpoints are those of RL.
+response's tokens. So packing, chunked logprobs, optimizer and checkpoints are those of RL. What is measured at the end
+of a reward model's training is what the exported model says of itself: `normalize` in RL subtracts its mean and divides
+by its standard deviation.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ import torch
 from hone.algo.algorithm import Algorithm
 from hone.config.algorithm import AlgorithmSection
 from hone.config.derived import longest_tokens
-from hone.config.run import RunConfig, SftSection
+from hone.config.run import PreferenceSection, RunConfig, SftSection
 from hone.data.cache import DEFAULT_CACHE, DataCache
 from hone.data.chat import Tokenizer
 from hone.data.lazy import LazyRows, SampleSize
 from hone.data.order import RowOrder
 from hone.data.pack import joined, pictures_of
+from hone.data.pairs import PreferencePair
 from hone.data.prompts import SftRow, load_sft_rows
 from hone.data.sft_chat import load_chat_rows
 from hone.loop.run import Stage, due, now
+from hone.model.heads import MEAN, STD
+from hone.train.pairs import Measured, PairLearner
 from hone.train.trainer import Trainer
 from hone.types import Batch
 
@@ -59,17 +64,7 @@ def imitation_rows(
     return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest, cache=cache, sample=sample)
 
 
-def imitation_order(config: RunConfig, rows: LazyRows[SftRow]) -> RowOrder:
-    """The order of what the stage imitates: as `data` says for `data.train`; rows of `sft.data` are shuffled.
-
-    Raises DataError as `RowOrder`.
-    """
-    if config.sft.data is not None:
-        return RowOrder(rows.sources, seed=config.seed)
-    return rows.order(config.data, seed=config.seed, in_rl=False)
-
-
-def total_steps(settings: SftSection, num_rows: int) -> int:
+def imitation_steps(settings: SftSection, num_rows: int) -> int:
     """Optimizer steps of the whole stage."""
     return math.ceil(settings.epochs * num_rows / settings.rows_per_step)
 
@@ -77,7 +72,7 @@ def total_steps(settings: SftSection, num_rows: int) -> int:
 async def train_sft(run: SftRun) -> None:
     """Imitate until the epochs are done or a stop is asked for. The caller saves the end."""
     progress, settings = run.progress, run.config.sft
-    steps = total_steps(settings, len(run.rows))
+    steps = imitation_steps(settings, len(run.rows))
     while progress.step < steps and not run.stop.is_set():
         started = now()
         with run.observer.span("train"):
@@ -124,3 +119,60 @@ def batch_of(rows: Sequence[SftRow], device: torch.device) -> Batch:
         columns={"advantages_T": ones},
         pictures=pictures_of([row.pictures for row in rows]),
     )
+
+
+@dataclass
+class RewardModelRun(Stage[PairLearner]):
+    """A reward-model stage."""
+
+    pairs: Sequence[PreferencePair]
+    order: RowOrder
+    held_out: Sequence[PreferencePair]
+
+
+def preference_steps(settings: PreferenceSection, num_pairs: int) -> int:
+    """Optimizer steps of the whole stage."""
+    return math.ceil(settings.epochs * num_pairs / settings.pairs_per_step)
+
+
+async def train_reward_model(run: RewardModelRun) -> None:
+    """Learn until the epochs are done or a stop is asked for; once done, describe the model in its own config.
+
+    The caller saves the end.
+    """
+    progress, settings, config = run.progress, run.config.rm, run.config
+    steps = preference_steps(settings, len(run.pairs))
+    measured: Measured | None = None
+    while progress.step < steps and not run.stop.is_set():
+        started = now()
+        with run.observer.span("train"):
+            rows = rows_of_step(run.order, progress.step, count=settings.pairs_per_step)
+            metrics = await run.in_compute_thread(run.trainer.update, [run.pairs[i] for i in rows])
+        progress.step += 1
+        if progress.step == steps or due(progress.step, config.eval.every):
+            measured = await measure(run)
+            metrics |= {
+                "rm/eval_loss": measured.loss,
+                "rm/eval_accuracy": measured.accuracy,
+                "rm/eval_score_mean": measured.score_mean,
+                "rm/eval_score_std": measured.score_std,
+            }
+        seconds = now() - started
+        timing = {"rm/pairs_per_s": len(rows) / seconds, "time/step_s": seconds}
+        run.observer.log("reward_model", progress.step, metrics | timing)
+        if due(progress.step, config.checkpoint.every) and progress.step < steps:
+            await run.save()
+    if progress.step == steps:
+        measured = measured or await measure(run)  # killed between the last step and the export: the line is logged
+        setattr(run.trainer.hf_config, MEAN, measured.score_mean)
+        setattr(run.trainer.hf_config, STD, measured.score_std)
+        run.observer.say(
+            f"on {len(run.held_out):,} pairs held out: accuracy {measured.accuracy:.3f}, loss {measured.loss:.3f} "
+            f"nats, scores {measured.score_mean:.3f} +- {measured.score_std:.3f}"
+        )
+
+
+async def measure(run: RewardModelRun) -> Measured:
+    """The model as it is now, on the pairs held out."""
+    with run.observer.span("evaluate"):
+        return await run.in_compute_thread(run.trainer.measure, run.held_out)
