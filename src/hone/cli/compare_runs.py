@@ -59,7 +59,9 @@ def lines_of(found: RunComparison) -> list[str]:
     rows.append(("samples", [f"{run.samples:,}" for run in runs]))
     rows.append(("time", [duration(run.time_s) for run in runs]))
     rows.append(("", [""] * len(runs)))
-    rows += [(key, [_short(value) for value in values]) for key, values in found.settings.items()]
+    for key, values in found.settings.items():
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        rows.append((key, [text if len(text) <= 40 else f"{text[:37]}..." for text in texts]))
     rows.append(("", [""] * len(runs)))
     names = dict.fromkeys(name for run in runs for name in run.evaluations)
     rows += [(name, [_evaluation(run.evaluations.get(name)) for run in runs]) for name in names]
@@ -72,11 +74,6 @@ def lines_of(found: RunComparison) -> list[str]:
         f"{name:<{first}}  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
         for name, cells in rows
     ]
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value) if not isinstance(value, str) else value
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _evaluation(found: dict[str, float] | None) -> str:

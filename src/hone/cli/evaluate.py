@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hone.cli.arguments import AsJson, Overrides, RunOrFolder, examples
-from hone.config.load import Loaded, load_rewards
+from hone.config.load import load_rewards
 from hone.run.folder import load_run
 
 EXAMPLES = examples(
@@ -36,19 +35,14 @@ def evaluate(
     evaluation = assemble.evaluate_run(loaded, model=model)
     if as_json:
         typer.echo(json.dumps(dict(evaluation.metrics), indent=2))
-    else:
-        show(evaluation.metrics, loaded)
-
-
-def show(metrics: Mapping[str, float], loaded: Loaded) -> None:
-    """Print the figures."""
+        return
     settings = loaded.config.eval
     how = (
         "greedy" if settings.temperature == 0 else f"{settings.samples} samples at temperature {settings.temperature:g}"
     )
     sources = ", ".join(source.path for source in loaded.config.data.eval or ())
     typer.echo(f"{sources}: {how} per prompt")
-    for name, value in metrics.items():
+    for name, value in evaluation.metrics.items():
         typer.echo(f"  {name.removeprefix('eval/'):<30} {value:.4g}")
 
 

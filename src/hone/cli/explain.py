@@ -55,7 +55,16 @@ def explain(
     loaded = load_config(run_file, [word for word in words or () if "=" in word])
     path = keys[0] if keys else ""
     if not path or schema.is_section(path) or (schema.is_section_list(path) and path not in schema.all_keys()):
-        typer.echo(_values_json(loaded, path) if as_json else _values_yaml(loaded, path), nl=False)
+        if as_json:
+            values = value_at(loaded.config, path) if path else loaded.config.model_dump(mode="json")
+            own = [leaf for leaf in loaded.origins if not path or leaf.startswith(f"{path}.")]
+            origins = {leaf: str(loaded.where(leaf)) for leaf in own}
+            typer.echo(json.dumps({"run_file": str(loaded.run_file), "values": values, "origins": origins}, indent=2))
+        elif path:
+            section = path if schema.is_section(path) else path.rpartition(".")[0]
+            typer.echo(resolved_yaml(loaded.config, loaded.where, section=section, title=section), nl=False)
+        else:
+            typer.echo(loaded.as_yaml(), nl=False)
         return
     explanation = explain_key(loaded, path)
     typer.echo(json.dumps(explanation, indent=2) if as_json else as_text(explanation))
@@ -75,7 +84,15 @@ def explain_key(loaded: Loaded, path: str) -> dict[str, Any]:
         raise ConfigError([str(Problem(Where(str(loaded.run_file)), path, said))]) from None
     assert key is not None, "what has a value has a key"
     is_whole_key = key.path == schema.generic(path)
-    default = json.loads(json.dumps(key.default, default=list)) if is_whole_key and not key.required else None
+    default: Any = None
+    layers: list[dict[str, Any]] = []  # of the key or a part of it, weakest first; `wins` marks the effective ones
+    if is_whole_key and not key.required:
+        default = json.loads(json.dumps(key.default, default=list))
+        layers.append({"where": "default", "path": path, "value": default, "wins": loaded.where(path) is None})
+    last = {setting.path: setting for setting in loaded.history(path)}
+    for setting in loaded.history(path):
+        wins = setting is last[setting.path] and loaded.where(setting.path) == setting.where
+        layers.append({"where": str(setting.where), "path": setting.path, "value": setting.value, "wins": wins})
     return {
         "key": path,
         "value": value,
@@ -84,20 +101,9 @@ def explain_key(loaded: Loaded, path: str) -> dict[str, Any]:
         "rule": key.rule if is_whole_key else "an entry of a free mapping",
         "default": default,
         "required": key.required,
-        "layers": _layers(loaded, path, default, has_default=is_whole_key and not key.required),
+        "layers": layers,
         "derives": _derives(loaded, path),
     }
-
-
-def _layers(loaded: Loaded, path: str, default: Any, *, has_default: bool) -> list[dict[str, Any]]:
-    """Origins of the key or a part of it, weakest first; `wins` marks the effective ones."""
-    is_default = loaded.where(path) is None
-    rows = [{"where": "default", "path": path, "value": default, "wins": is_default}] if has_default else []
-    last = {setting.path: setting for setting in loaded.history(path)}
-    for setting in loaded.history(path):
-        wins = setting is last[setting.path] and loaded.where(setting.path) == setting.where
-        rows.append({"where": str(setting.where), "path": setting.path, "value": setting.value, "wins": wins})
-    return rows
 
 
 def _derives(loaded: Loaded, path: str) -> list[dict[str, Any]]:
@@ -133,29 +139,13 @@ def as_text(explanation: dict[str, Any]) -> str:
         lines.append(f"{mark} {row['where']:<{width}}  {name}{inline(row['value'])}{'  wins' if row['wins'] else ''}")
     lines += ["", "Derives"] if explanation["derives"] else []
     for row in explanation["derives"]:
-        lines.append(f"  {row['name']} = {_plain(row['value'])}{_unit(row['unit'])}  ({row['formula']})")
+        value = row["value"] if isinstance(row["value"], str) else inline(row["value"])
+        lines.append(f"  {row['name']} = {value}{_unit(row['unit'])}  ({row['formula']})")
     return "\n".join(lines)
-
-
-def _plain(value: int | bool | str) -> str:
-    return value if isinstance(value, str) else inline(value)
 
 
 def _unit(unit: str) -> str:
     return f" {unit}" if unit else ""
-
-
-def _values_yaml(loaded: Loaded, path: str) -> str:
-    if not path:
-        return loaded.as_yaml()
-    section = path if schema.is_section(path) else path.rpartition(".")[0]
-    return resolved_yaml(loaded.config, loaded.where, section=section, title=section)
-
-
-def _values_json(loaded: Loaded, path: str) -> str:
-    data = value_at(loaded.config, path) if path else loaded.config.model_dump(mode="json")
-    origins = {leaf: str(loaded.where(leaf)) for leaf in loaded.origins if not path or leaf.startswith(f"{path}.")}
-    return json.dumps({"run_file": str(loaded.run_file), "values": data, "origins": origins}, indent=2) + "\n"
 
 
 # ---- derived quantities

@@ -12,7 +12,7 @@ import typer
 from hone.cli.arguments import AsJson, examples
 from hone.dialects.foreign import DialectError, Tool
 from hone.dialects.reading import MAX_BYTES, TOOLS, read_foreign
-from hone.dialects.translate import Imported, translate
+from hone.dialects.translate import translate
 from hone.dialects.writing import report_lines, run_file_of
 from hone.runtime.files import write_whole
 
@@ -71,11 +71,7 @@ def import_command(
         if to is None:
             typer.echo(text, nl=False)
         typer.echo("\n".join(report_lines(imported, to)), err=to is None)
-    raise typer.Exit(exit_code(imported))
-
-
-def exit_code(imported: Imported) -> int:
-    return GAPS_EXIT if imported.gaps else 0
+    raise typer.Exit(GAPS_EXIT if imported.gaps else 0)
 
 
 def _script(file: Path, path: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,16 +15,15 @@ from rich.table import Table
 
 from hone.cli.arguments import AsJson, examples
 from hone.config.automatic import COMPILERS, AutoChoice, settled
-from hone.config.cluster import ClusterSection
 from hone.config.load import Loaded, load_config
 from hone.config.render import inline
 from hone.config.rules.files import architecture_of
 from hone.config.topology import topology_lines
 from hone.devices import FoundDevices
-from hone.doctor.noise import NoiseAdvice, noise_advice
+from hone.doctor.noise import noise_advice
 from hone.errors import MemoryExhausted
 from hone.memory.calibration import with_experience
-from hone.memory.record import Compared, Record, comparison, table
+from hone.memory.record import comparison, table
 from hone.observe.sinks import metric_lines
 from hone.plan.hardware import THIS, Hardware, find_hardware, in_cluster
 from hone.plan.knobs import whole_run
@@ -137,9 +136,17 @@ def plan_command(
     if hardware == THIS:
         today = with_experience(today)
     wanted: Preset | None = preset.value if preset else "recommended" if write else None
-    proposals = _propose(today, wanted, settings) if wanted else []
+    proposals: list[Proposal] = []
+    if wanted:  # for the whole run also the two that practice asks to see beside today's settings
+        shown = {wanted, "recommended", "aggressive"} if GOALS[wanted].blocks is whole_run else {wanted}
+        pinned = frozenset(word.partition("=")[0] for word in settings)
+        proposals = [propose(today, one, pinned=pinned) for one in GOALS if one in shown]
     chosen = next((proposal for proposal in proposals if proposal.preset == wanted), None)
-    traced = _trace(today, loaded.run_file.parent) if trace else None
+    traced: Trace | None = None
+    if trace:  # takes some seconds, so it prints its progress to stderr
+        from hone.assemble.trace import trace_plan
+
+        traced = trace_plan(today, loaded.run_file.parent, lambda what: typer.echo(f"{what} ...", err=True))
     if as_json:
         typer.echo(json.dumps(_as_dict(today, proposals, price, traced), indent=2))
     else:
@@ -167,20 +174,6 @@ def _settled(loaded: Loaded, machine: Hardware, *, is_here: bool) -> tuple[Loade
     shape = architecture_of(loaded.config, loaded.run_file.parent)
     done = settled(loaded.config, found, installed=frozenset(["ray", "vllm", *COMPILERS]), shape=shape)
     return replace(loaded, config=done.config), done.choices
-
-
-def _propose(today: Plan, wanted: Preset, given: list[str]) -> list[Proposal]:
-    """What is wanted; for the whole run also the two that practice asks to see beside today's settings."""
-    shown = {wanted, "recommended", "aggressive"} if GOALS[wanted].blocks is whole_run else {wanted}
-    pinned = frozenset(word.partition("=")[0] for word in given)
-    return [propose(today, preset, pinned=pinned) for preset in GOALS if preset in shown]
-
-
-def _trace(today: Plan, folder: Path) -> Trace:
-    """Takes some seconds, so it prints its progress to stderr."""
-    from hone.assemble.trace import trace_plan
-
-    return trace_plan(today, folder, lambda what: typer.echo(f"{what} ...", err=True))
 
 
 def _as_dict(today: Plan, proposals: list[Proposal], price: float | None, traced: Trace | None) -> dict[str, Any]:
@@ -294,21 +287,21 @@ def write_run_file(path: Path, loaded: Loaded, settings: list[str], chosen: Prop
         key, _, value = word.partition("=")
         _put(tree, key, f"{value}  # from the command line")
     if any(change.key.startswith("cluster.") for change in chosen.changes):
-        for key, value in _auto_written_out(loaded.config.cluster, chosen.plan.inputs.config.cluster):
+        # Other keys of the cluster are refused where a run file leaves open what reads them.
+        written, planned = loaded.config.cluster, chosen.plan.inputs.config.cluster
+        decided: dict[str, Any] = {}
+        if written.backend == "auto":
+            decided["cluster.backend"] = planned.backend
+        if written.engines.use == "auto":
+            decided["cluster.engines.use"] = planned.engines.use
+        if planned.pools and not written.pools:
+            pools = {name: pool.model_dump(exclude_defaults=True) for name, pool in planned.pools.items()}
+            decided["cluster.pools"] = pools
+        for key, value in decided.items():
             _put(tree, key, f"{inline(value)}  # what auto stands for on these devices")
     for change in chosen.changes:
         _put(tree, change.key, f"{inline(change.after)}  # was {inline(change.before)}; {change.why}")
     write_whole(path, "\n".join([*lines, *_yaml_lines(tree)]) + "\n")
-
-
-def _auto_written_out(written: ClusterSection, planned: ClusterSection) -> Iterator[tuple[str, Any]]:
-    """Other keys of the cluster are refused where a run file leaves open what reads them."""
-    if written.backend == "auto":
-        yield "cluster.backend", planned.backend
-    if written.engines.use == "auto":
-        yield "cluster.engines.use", planned.engines.use
-    if planned.pools and not written.pools:
-        yield "cluster.pools", {name: pool.model_dump(exclude_defaults=True) for name, pool in planned.pools.items()}
 
 
 def _put(tree: dict[str, Any], key: str, line: str) -> None:
@@ -337,22 +330,7 @@ def show_comparison(folder: Path, *, as_json: bool) -> None:
     run = RunFolder.read(folder)
     noise = noise_advice(run.identity(), metric_lines(run.metrics))
     if as_json:
-        typer.echo(json.dumps(_comparison_json(record, found, noise), indent=2))
-        return
-    for line in table(found, record) or ["no step is finished yet"]:
-        typer.echo(line)
-    for change in record.changes:
-        typer.echo(f"  {change.sentence}")
-    for line in noise.lines if noise else ():
-        typer.echo(line)
-
-
-def _comparison_json(record: Record, found: Sequence[Compared], noise: NoiseAdvice | None) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "measured_by": record.what,
-        "limit_bytes": record.limit_bytes,
-        "phases": [
+        phases = [
             {
                 "stage": row.stage,
                 "phase": row.phase,
@@ -361,7 +339,20 @@ def _comparison_json(record: Record, found: Sequence[Compared], noise: NoiseAdvi
                 "moment": row.expected.moment if row.expected else None,
             }
             for row in found
-        ],
-        "changes": [asdict(change) for change in record.changes],
-        "gradient_noise": noise.as_dict() if noise else None,
-    }
+        ]
+        shown = {
+            "format": 1,
+            "measured_by": record.what,
+            "limit_bytes": record.limit_bytes,
+            "phases": phases,
+            "changes": [asdict(change) for change in record.changes],
+            "gradient_noise": noise.as_dict() if noise else None,
+        }
+        typer.echo(json.dumps(shown, indent=2))
+        return
+    for line in table(found, record) or ["no step is finished yet"]:
+        typer.echo(line)
+    for change in record.changes:
+        typer.echo(f"  {change.sentence}")
+    for line in noise.lines if noise else ():
+        typer.echo(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,7 +41,10 @@ def up(
     from hone.services import supervisor
     from hone.services.state import runtime_folder
 
-    folder = runtime_folder() / _checked_name(loaded.name if name is None else name)
+    name = loaded.name if name is None else name
+    if not _NAME.fullmatch(name):
+        raise typer.BadParameter(f"--name must be letters, digits, `.`, `_` and `-`, at most 80 (got {name!r})")
+    folder = runtime_folder() / name
     if foreground:
         supervisor.keep_up(loaded, folder, lambda line: print(line, flush=True))
         return
@@ -123,12 +127,6 @@ def show(state: dict[str, Any], as_json: bool) -> None:
         )
 
 
-def _checked_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise typer.BadParameter(f"--name must be letters, digits, `.`, `_` and `-`, at most 80 (got {name!r})")
-    return name
-
-
 def show_run(path: Path, name: str, *, with_audit: bool, as_json: bool) -> int:
     """Print the state of a run. Returns the exit code: 1 when the audit found a violation."""
     from hone.run.audit import audit_file
@@ -144,7 +142,7 @@ def show_run(path: Path, name: str, *, with_audit: bool, as_json: bool) -> int:
         shown: dict[str, Any] = {"name": name, **status.as_dict()}
         shown["services"] = services.as_dict()["services"] if services else []
         if found is not None:
-            shown["audit"] = found.as_dict()
+            shown["audit"] = asdict(found)
         typer.echo(json.dumps(shown, indent=2))
     else:
         for line in lines_of(name, status):

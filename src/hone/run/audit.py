@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,6 @@ class Audit:
     """Groups started and not ended; of a run that is going on, or was killed."""
     gaps: tuple[str, ...] = ()
     """Where records were lost, and why."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         faults = ("requeued", "replica_down", "trainer_down")

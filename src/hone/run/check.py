@@ -75,7 +75,9 @@ async def check(
         await check_environment(config, folder, findings)
     if config.services:
         check_services(config, folder, services, topology, findings)
-    findings.locate(loaded)
+    # Each once, behind the line of the run file whose key it begins with.
+    findings.problems = list(dict.fromkeys(map(loaded.located, findings.problems)))
+    findings.warnings = list(dict.fromkeys(map(loaded.located, findings.warnings)))
     return findings
 
 
@@ -263,18 +265,15 @@ def check_services(
     kept = {service.fingerprint for state in kept_up(runtime_folder()).values() for service in state.services}
     in_pools = judge_services(config) if judges_pool(config) else ()
     for launch in plan_launches(config, folder, folder, split, without=in_pools, token=""):  # none is started
-        if launch.service.port and launch.name not in services and launch.fingerprint not in kept:
-            findings.problems += port_problems(launch.name, launch.port)
-
-
-def port_problems(name: str, port: int) -> list[str]:
-    try:
-        if is_free(port):
-            return []
-        why = f"is taken by {holder(port)}. End that, or set it to 0, which takes a free one"
-    except PermissionError:
-        why = "is below 1024, where only root may listen. Set it to 0, which takes a free one"
-    return [f"services.{name}.port: {port} {why}"]
+        if not launch.service.port or launch.name in services or launch.fingerprint in kept:
+            continue
+        try:
+            if is_free(launch.port):
+                continue
+            why = f"is taken by {holder(launch.port)}. End that, or set it to 0, which takes a free one"
+        except PermissionError:
+            why = "is below 1024, where only root may listen. Set it to 0, which takes a free one"
+        findings.problems.append(f"services.{launch.name}.port: {launch.port} {why}")
 
 
 async def can_be_had(loaded: Loaded, services: Mapping[str, Address], findings: CheckReport) -> bool:

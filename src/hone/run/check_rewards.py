@@ -99,7 +99,13 @@ async def check_rewards(
             for trial in trials:
                 result = await judge(trial)
                 if result is None or rewards.timeouts >= MAX_TIMEOUTS:
-                    findings.problems.append(too_slow(components, len(results), len(trials)))
+                    users = [c for c in components if builtin_reward(c.use).runs != "in process"]
+                    limits = ", ".join(f"{component_name(c)} {c.timeout_s:g} s" for c in users)
+                    findings.problems.append(
+                        f"reward: a user function took longer than its timeout_s {MAX_TIMEOUTS} times ({limits}), so "
+                        f"the check of rewards stopped after {len(results)} of {len(trials)} rows. Make it faster, or "
+                        "raise timeout_s."
+                    )
                     return
                 if not results and (away := services_away(result.gold, config)):
                     findings.not_checked += away
@@ -165,7 +171,12 @@ def gold_response(components: Sequence[RewardComponent]) -> Callable[[Any], str]
     """Writes a row's answer as the response that the first reward with a form of its own expects."""
     golds = (builtin_reward(component.use).gold for component in components)
     gold = next((gold for gold in golds if gold is not None), lambda answer: answer)
-    return lambda answer: written(gold(answer))
+
+    def text(answer: Any) -> str:
+        response = gold(answer)
+        return json.dumps(response) if isinstance(response, dict | list) else str(response)
+
+    return text
 
 
 def is_decided_by_answer(config: RunConfig) -> bool:
@@ -176,11 +187,6 @@ def is_decided_by_answer(config: RunConfig) -> bool:
     rewards = [builtin_reward(component.use) for component in config.reward.components if component.weight]
     of_answers = all(reward.runs != "stateful" and not reward.scores_form for reward in rewards)
     return of_answers and config.rollout.environment.use is None
-
-
-def written(response: Any) -> str:
-    """A response as text; an object or a list as JSON."""
-    return json.dumps(response) if isinstance(response, dict | list) else str(response)
 
 
 def answers_of_others(prompts: Sequence[Prompt]) -> list[Any | None]:
@@ -225,7 +231,11 @@ async def judged(
     """One trial, scored in a group as training makes them; None when user functions took too long too often."""
     other = trial.gold if trial.other is None else trial.other
     texts = [trial.gold, *[other] * max(group_size - 1, 1)]
-    samples = [sample_of(trial.prompt, i % group_size, text, tokens.get(text, ())) for i, text in enumerate(texts)]
+    samples: list[Sample] = []
+    for number, text in enumerate(texts):
+        ids = np.array(tokens.get(text, ()), np.int32)
+        nothing_L, versions = np.zeros(len(ids), np.float32), version_spans([0] * len(ids))
+        samples.append(Sample(trial.prompt.id, number % group_size, ids, nothing_L, versions, "stop", text))
     groups: list[Group] = []
     for start in range(0, len(samples), group_size):
         scoring = asyncio.ensure_future(rewards.score(Group(trial.prompt, tuple(samples[start : start + group_size]))))
@@ -248,12 +258,6 @@ async def judged(
     )
 
 
-def sample_of(prompt: Prompt, index: int, text: str, token_ids: Sequence[int]) -> Sample:
-    count = len(token_ids)
-    versions = version_spans([0] * count)
-    return Sample(prompt.id, index, np.array(token_ids, np.int32), np.zeros(count, np.float32), versions, "stop", text)
-
-
 def services_away(scores: Mapping[str, Score], config: RunConfig) -> list[str]:
     """Faults of built-in rewards whose service is not running: it may be started with the run, or after this check."""
     components = [c for c in config.reward.components if ":" not in c.use and builtin_reward(c.use).runs == "in worker"]
@@ -261,16 +265,6 @@ def services_away(scores: Mapping[str, Score], config: RunConfig) -> list[str]:
     return [
         f"reward {name}: {scores[name].detail}" for name in ours if name in scores and scores[name].fault is Fault.INFRA
     ]
-
-
-def too_slow(components: Sequence[RewardComponent], num_tried: int, num_rows: int) -> str:
-    limits = ", ".join(
-        f"{component_name(c)} {c.timeout_s:g} s" for c in components if builtin_reward(c.use).runs != "in process"
-    )
-    return (
-        f"reward: a user function took longer than its timeout_s {MAX_TIMEOUTS} times ({limits}), so the check of "
-        f"rewards stopped after {num_tried} of {num_rows} rows. Make it faster, or raise timeout_s."
-    )
 
 
 def report_faults(components: Sequence[RewardComponent], results: Sequence[Judged], findings: CheckReport) -> None:

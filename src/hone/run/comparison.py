@@ -97,7 +97,7 @@ def comparison_data(paths: Sequence[Path], *, max_lines: int | None = None) -> d
     return {"runs": runs, "settings": found.settings, "shown": SHOWN, "metrics": known, "alarms": []}
 
 
-def curves_of(folder: RunFolder, max_lines: int | None = None) -> list[dict[str, Any]]:
+def curves_of(folder: RunFolder, max_lines: int | None) -> list[dict[str, Any]]:
     """Columns of each stage as the report has them, each with what its curves may be drawn over: `time_s`, and
     `samples` and `tokens` so far. Of steps whose lines are not read, tokens are taken to be those of the next one."""
     settings = folder.identity()

@@ -163,9 +163,10 @@ class RunFolder:
             left = (_LOCK, _IDENTITY + ASIDE)  # by an interrupted `open`, perhaps
             found = sorted(child.name for child in path.iterdir() if child.name not in left)
             if found and not (path / _IDENTITY).exists() and not folder._saved_run():
+                more = f" and {len(found) - 3} more" if len(found) > 3 else ""
                 raise RunFolderError(
-                    f"{path} is not the folder of a Hone run: it holds {_some(found)}. Nothing was touched; "
-                    "give the run a folder of its own with run.dir=..."
+                    f"{path} is not the folder of a Hone run: it holds {', '.join(found[:3])}{more}. Nothing was "
+                    "touched; give the run a folder of its own with run.dir=..."
                 )
             if found and fresh:
                 folder.moved_aside = _free_name(folder.path)
@@ -304,7 +305,13 @@ class RunFolder:
 
     def _repair(self, found: list[str]) -> None:
         """Set aside what would be in the way of going on. Raises RunFolderError when that is where checkpoints were."""
-        if self._lacks_checkpoints(found):
+        # The folder is made with the run, so it is there even before the first checkpoint.
+        if not self.checkpoints.is_dir():
+            are_lost = self.metrics.name in found
+        else:
+            has_none = not any(self.checkpoints.iterdir())
+            are_lost = has_none and any(event["kind"] == "saved" for event in read_events(self.events))
+        if are_lost:
             what = "a link to nothing" if self.checkpoints.is_symlink() else "empty or missing"
             raise RunFolderError(
                 f"{self.checkpoints} is {what}, though the run has records. Restore it (is its disk mounted?), or "
@@ -315,13 +322,6 @@ class RunFolder:
                 self.notes.append(set_aside(self.path, path, f"is a link to nothing ({path.readlink()})"))
             elif path.name.startswith(".hf"):
                 self.notes.append(set_aside(self.path, path, "is an export that was not finished"))
-
-    def _lacks_checkpoints(self, found: list[str]) -> bool:
-        """Whether there must have been some. The folder is made with the run, so it is there even before the first."""
-        if not self.checkpoints.is_dir():
-            return self.metrics.name in found
-        has_none = not any(self.checkpoints.iterdir())
-        return has_none and any(event["kind"] == "saved" for event in read_events(self.events))
 
     def _acquire(self) -> None:
         """Lock the folder, making it if need be. Never waits: the other run may take days."""
@@ -342,7 +342,11 @@ class RunFolder:
                     f"{self.path} is in use by {lock.read_text() or 'another process'}. Wait for it, stop it, or "
                     "give this run a folder of its own with run.dir=..."
                 ) from None
-            if _is_same_file(handle, lock):
+            try:
+                is_same = os.path.samestat(os.fstat(handle), lock.stat())
+            except FileNotFoundError:
+                is_same = False
+            if is_same:
                 self._lock = handle
             else:  # a run with `fresh` moved the folder away between our two calls
                 os.close(handle)
@@ -370,22 +374,11 @@ def identity_of(run_file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return _plain({"run_file": str(run_file.absolute()), "config": config})
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _free_name(path: Path) -> Path:
     number = 1
     while (candidate := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
     return candidate
-
-
-def _is_same_file(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,10 +388,12 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], may_differ: Collection[str]) -> None:
     old_keys, new_keys = flattened(old), flattened(new)
+    free = tuple(f"{key}." for key in SAME_NUMBERS)
     changed = [
         f"  {key}: {_shown(old_keys, key)} -> {_shown(new_keys, key)}"
         for key in sorted(old_keys.keys() | new_keys.keys())
-        if not _same_numbers(key) and key not in may_differ and _shown(old_keys, key) != _shown(new_keys, key)
+        if not f"{schema.generic(key)}.".startswith(free) and key not in may_differ
+        if _shown(old_keys, key) != _shown(new_keys, key)
     ]
     if changed:
         raise RunFolderError(
@@ -410,8 +405,3 @@ def _refuse_changed(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], 
 
 def _shown(keys: Mapping[str, Any], key: str) -> str:
     return json.dumps(keys[key], sort_keys=True) if key in keys else "(not set)"
-
-
-def _same_numbers(key: str) -> bool:
-    path = schema.generic(key)
-    return any(path == allowed or path.startswith(f"{allowed}.") for allowed in SAME_NUMBERS)

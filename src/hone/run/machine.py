@@ -39,11 +39,6 @@ class MachineCheck:
     """What to do about a warning or a problem."""
 
 
-def check_machine(folder: Path) -> list[MachineCheck]:
-    """Everything that a run in `folder` would trip over."""
-    return [check for look in CHECKS for check in look(folder)]
-
-
 def _devices(_: Path) -> Iterator[MachineCheck]:
     try:
         listing = nvidia_smi("name,memory.total,memory.used,driver_version")
@@ -174,3 +169,4 @@ def _version(package: str) -> str | None:
 
 
 CHECKS: tuple[Callable[[Path], Iterator[MachineCheck]], ...] = (_devices, _packages, _host, _disks, _network, _sandbox)
+"""Each says what a run in the folder that it is given would trip over."""

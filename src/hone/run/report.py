@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hone.config.load import Loaded
-
 
 @dataclass
 class CheckReport:
@@ -33,9 +31,3 @@ class CheckReport:
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {"ok": self.is_ok, **asdict(self)}
-
-    def locate(self, loaded: Loaded) -> None:
-        """Keep each problem and warning once, behind the line of the run file whose key it begins with."""
-        self.problems, self.warnings = (
-            list(dict.fromkeys(map(loaded.located, found))) for found in (self.problems, self.warnings)
-        )

@@ -192,11 +192,6 @@ class Diagnosis:
     walk: tuple[WalkAnswer, ...] = ()
     """Questions to go through if it does not learn, in order."""
 
-    @property
-    def is_ill(self) -> bool:
-        """Whether there is an alarm other than advice on tuning."""
-        return any(alarm.level != "tuning" for alarm in self.alarms)
-
 
 def diagnose(path: Path) -> Diagnosis:
     """Evaluate the rules on every line of a run's metrics.

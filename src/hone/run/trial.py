@@ -135,7 +135,8 @@ async def _trial(config: RunConfig, architecture: PreTrainedConfig) -> ModelTria
             add_adapter(model, config.lora, seed=0, dtype=torch.float32)
             assert model.adapter is not None
             _draw(factor for name, factor in model.adapter.weights() if ".lora_B." in name)
-        trainer = _trainer(config, model)
+        passes = Passes("float32", tokens_per_microbatch=64, logprob_chunk_tokens=8, temperature=1.0)
+        trainer = PolicyTrainer(model, passes, optimizer=config.train.optimizer, total_optimizer_steps=1)
     with _step(kind, "exported"):
         reference, names = _exported(model)
         merged_copy(model).load_weights(model.named_weights())  # as an engine with weights of its own does
@@ -197,11 +198,6 @@ def _draw(weights: Iterator[Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     for weight in weights:
         weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
-
-
-def _trainer(config: RunConfig, model: CausalModel) -> PolicyTrainer:
-    passes = Passes("float32", tokens_per_microbatch=64, logprob_chunk_tokens=8, temperature=1.0)
-    return PolicyTrainer(model, passes, optimizer=config.train.optimizer, total_optimizer_steps=1)
 
 
 def _exported(model: CausalModel) -> tuple[Any, int]:
