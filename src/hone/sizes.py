@@ -6,6 +6,7 @@ Room of the KV cache is in `plan/kv_cache.py`, which the embedded engine asks to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -34,3 +35,14 @@ def round_size(size: int) -> int:
     """The next size of few: at most 12 % and 63 above, and exact up to 15."""
     step = min(64, 1 << max(size.bit_length() - 4, 0))
     return -(-size // step) * step
+
+
+def divided_dimension(shape: Sequence[int], ranks: int) -> int:
+    """The dimension of a parameter that is divided over ranks.
+
+    The first, which FSDP2 fills up to a multiple of the ranks: of stacked matrices (a layer's experts) with whole
+    matrices, so that eight experts on 64 ranks would take the memory of 64. Such a stack is divided inside its
+    matrices, where their rows come out even.
+    """
+    is_uneven_stack = len(shape) > 2 and shape[0] % ranks > 0
+    return 1 if is_uneven_stack and shape[1] % ranks == 0 else 0

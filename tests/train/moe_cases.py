@@ -31,6 +31,7 @@ class Case:
     replays: bool = True
     coef: float = 0.0
     checkpointing: Checkpointing = "none"
+    experts: int = 4
 
 
 @dataclass
@@ -45,8 +46,8 @@ class Found:
     """Shapes of this rank's shares of the experts."""
 
 
-def batch_of(*, replays: bool) -> Batch:
-    """Samples that all have a gradient, with random experts."""
+def batch_of(*, replays: bool, count: int = 4) -> Batch:
+    """Samples that all have a gradient, with random ones of so many experts."""
     algorithm = Algorithm(AlgorithmSection())
     batch = make_batch(make_groups(num_groups=4, group_size=3), algorithm)
     advantages_T = torch.linspace(-1, 1, len(batch.token_ids_T)).double() + 0.03
@@ -56,15 +57,15 @@ def batch_of(*, replays: bool) -> Batch:
     generator = np.random.default_rng(0)
 
     def experts(tokens: int) -> Any:
-        """Two of four, in each of two layers."""
-        return generator.permuted(np.tile(np.arange(4, dtype=np.int8), (tokens, 2, 1)), axis=-1)[..., :2]
+        """Two of all, in each of two layers."""
+        return generator.permuted(np.tile(np.arange(count, dtype=np.int8), (tokens, 2, 1)), axis=-1)[..., :2]
 
     prompts = tuple(experts(len(prompt)) for prompt in batch.prompts)
     return replace(batch, routing_T=experts(len(batch.token_ids_T)), prompt_routing=prompts)
 
 
 def trainer_of(case: Case, *, alone: bool) -> PolicyTrainer:
-    model = moe_model("qwen3_moe")
+    model = moe_model("qwen3_moe", num_experts=case.experts)
     model.hf.set_experts_implementation("eager")  # PyTorch's grouped product knows no float64
     model.double()
     model.checkpointing = case.checkpointing
@@ -76,7 +77,7 @@ def trainer_of(case: Case, *, alone: bool) -> PolicyTrainer:
 
 def trained(case: Case, *, alone: bool = False) -> Found:
     """What a trainer measures of a batch, and does in an update of one optimizer step."""
-    trainer, batch = trainer_of(case, alone=alone), batch_of(replays=case.replays)
+    trainer, batch = trainer_of(case, alone=alone), batch_of(replays=case.replays, count=case.experts)
     gradients: list[dict[str, Tensor]] = []
     watch(trainer, gradients)
     logprobs_T = trainer.logprobs(batch)

@@ -1,5 +1,7 @@
 """Mixtures of experts on two ranks: sharded and published by expert, replayed and balanced as in one process."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,18 @@ from hone.data.pack import Shape, divide_over_ranks
 pytestmark = pytest.mark.slow("two ranks")
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_replayed_routing_and_weights_of_experts_are_those_of_one_process(pair, checkpointing):
-    case = Case(checkpointing=checkpointing)
+@pytest.mark.parametrize(
+    ("checkpointing", "experts", "held"),
+    [
+        pytest.param("none", 4, {(2, 64, 64), (2, 64, 32)}, id="two of four experts"),
+        pytest.param("full", 4, {(2, 64, 64), (2, 64, 32)}, id="two of four experts, checkpointed"),
+        pytest.param("none", 3, {(3, 32, 64), (3, 32, 32)}, id="half of the rows of each of three"),
+    ],
+)
+def test_replayed_routing_and_weights_of_experts_are_those_of_one_process(pair, checkpointing, experts, held):
+    case = Case(checkpointing=checkpointing, experts=experts)
     expected = trained(case, alone=True)
-    anew = trained(Case(replays=False), alone=True)
+    anew = trained(replace(case, replays=False), alone=True)
     assert not torch.allclose(expected.logprobs_T, anew.logprobs_T, atol=1e-2), "replay must matter here"
     for found in pair(trained, case):
         torch.testing.assert_close(found.logprobs_T, expected.logprobs_T)
@@ -23,8 +32,8 @@ def test_replayed_routing_and_weights_of_experts_are_those_of_one_process(pair, 
             assert ours.keys() == theirs.keys()
             for name, tensor in theirs.items():
                 torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-9, msg=name)
-        assert {shape[0] for shape in found.held.values()} == {2}, "each rank has two of four experts"
-        assert "model.layers.1.mlp.experts.3.up_proj.weight" in found.weights
+        assert {*found.held.values()} == held
+        assert f"model.layers.1.mlp.experts.{experts - 1}.up_proj.weight" in found.weights
 
 
 def test_the_load_is_balanced_over_the_microbatches_of_all_ranks(pair):

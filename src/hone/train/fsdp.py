@@ -13,7 +13,7 @@ and files (`checkpoint.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hone.config.run import OptimizerSection
 from hone.devices import is_accelerator
@@ -39,8 +39,9 @@ from hone.model.heads import ScalarModel
 from hone.model.hf import TransformersModel
 from hone.model.parallel import divide_layers, divide_tokens
 from hone.model.vision import Vision
+from hone.sizes import divided_dimension
 from hone.train.agreement import REPLICAS, CountedComm
-from hone.train.mesh import Mesh
+from hone.train.mesh import SHARD, Mesh
 from hone.train.optim import FRESH, MASTER, MOMENTS, AdamW, refuse_other_weights, trained_weights
 from hone.train.tensor_files import Share, box_of
 from hone.train.weight_map import WeightMap, WeightPart, fill, sharded_parameters, share_of
@@ -69,13 +70,14 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device)) if on_host else OffloadPolicy()
+    placed = placement_over(mesh.sharding[SHARD].size())
     vision = vision_of(model)
     seeing = {module for part in vision.tower.parts() for module in part.modules()} if vision else set[nn.Module]()
     if vision is not None:
         vision.most_passes = partial(_largest, mesh=mesh)
     for module in (*layers_of(model), model):
         own = replace(policy, cast_forward_inputs=False) if module in seeing else policy  # its rotations are float32
-        fully_shard(module, mesh=mesh.sharding, mp_policy=own, offload_policy=offload)
+        fully_shard(module, mesh=mesh.sharding, mp_policy=own, offload_policy=offload, shard_placement_fn=placed)
         assert isinstance(module, FSDPModule)
         if mesh.collectives.never is None:
             module.set_custom_all_gather(CountedComm(dist.all_gather_single, mesh.collectives))  # type: ignore[arg-type]
@@ -86,6 +88,11 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
             module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank was sent to
     if isinstance(model, TransformersModel):
         register_fsdp_forward_method(model, "hidden")  # it has no forward
+
+
+def placement_over(ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """How FSDP2 is to divide each parameter over so many ranks."""
+    return lambda parameter: Shard(divided_dimension(parameter.shape, ranks))
 
 
 def vision_of(model: CausalModel | ScalarModel) -> Vision | None:

@@ -29,6 +29,7 @@ from hone.model.load import init_config
 from hone.model.logprobs import token_logprobs
 from hone.model.parallel import divide_class, divide_layers
 from hone.plan.cluster import Trained
+from hone.train.fsdp import placement_over
 from hone.train.mesh import SHARD, TENSOR
 from hone.train.tracing.local import marked
 from hone.train.tracing.memory import LiveMemory, Moments, fake_tensors, kernels_of
@@ -92,9 +93,9 @@ def _divide(model: _TracedPolicy, mesh: DeviceMesh) -> None:
     if mesh[TENSOR].size() > 1:
         (divide_layers if model.is_ours else divide_class)(model.body, mesh[TENSOR])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh[SHARD], mp_policy=policy)
-    fully_shard(model, mesh=mesh[SHARD], mp_policy=policy)
+    placed = placement_over(mesh[SHARD].size())
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh[SHARD], mp_policy=policy, shard_placement_fn=placed)
 
 
 def _with_states(model: nn.Module) -> torch.optim.AdamW:
