@@ -33,7 +33,6 @@ from hone.train.tracing.local import with_layers
 from hone.train.tracing.sharded import trace_sharded
 
 BOUND = 0.05
-EXPERTS = ("mixtral-8x7b-v0.1", "qwen3-30b-a3b", "deepseek-v2-lite")
 MODELS = (
     "llama-3.2-1b",
     "llama-3.1-8b",
@@ -103,11 +102,6 @@ def lattice() -> Iterator[Case]:
     for tensor, checkpointing in product(TENSOR, ("none", "full")):
         name = TENSOR_MODELS[0]
         yield Case(name, "transformers", "sharded", TENSOR_SHARD, 8192, checkpointing, "chunked", tensor=tensor)
-
-
-def known_to_lose(case: Case) -> bool:
-    """docs/memory-verification.md lists these, with what is known of the reasons."""
-    return case.tokens == 32768 and case.model in EXPERTS
 
 
 def measure(case: Case) -> tuple[int, int]:

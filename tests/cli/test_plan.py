@@ -44,7 +44,7 @@ def test_people_get_the_sentence(run_file, capsys):
     main(["plan", str(run_file), *GPUS, "train.tokens_per_microbatch=32768", "--price", "2.5"])
     text = capsys.readouterr().out
     assert "does not fit: H100-80G (all): peak " in text
-    assert "in update, layer backward: activations " in text
+    assert "in update, loss backward: activations " in text
     assert "would free" in text and "1,000 steps cost" in text
 
 

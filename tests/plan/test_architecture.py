@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hone.errors import DataError
+from hone.plan.architecture import padding_parameters
 from hone.plan.families import architecture_from
 from hone.plan.presets import MODELS, known_architecture, known_models
 
@@ -94,3 +95,11 @@ def test_what_cannot_be_counted_says_so():
         architecture_from({"model_type": "gpt2"})
     with pytest.raises(DataError, match="hidden_size must be a whole number"):
         architecture_from({"model_type": "qwen3", "num_attention_heads": 4})
+
+
+def test_experts_that_do_not_come_out_even_are_divided_inside_or_filled_up():
+    """Eight experts: rows of each on 64 devices; on 48 devices, which divide no rows, as if there were 48 of them."""
+    arch = known_architecture("mixtral-8x7b-v0.1")
+    assert arch is not None
+    assert padding_parameters(arch, 8) == padding_parameters(arch, 64) == 0
+    assert padding_parameters(arch, 48) == 40 * 3 * arch.hidden * arch.inner

@@ -191,7 +191,7 @@ def _lattice():
 
 LATTICE = _lattice()
 CASES = {case.name: case for case in LATTICE.lattice()}
-SOME_CASES = [name for name in [*CASES][::4] if not LATTICE.known_to_lose(CASES[name])]
+SOME_CASES = [*CASES][::4]
 
 
 def test_there_are_a_hundred_points_of_five_families():

@@ -106,10 +106,8 @@ class Algorithm:
         """The entropy coefficient of this update: the configured one, or what a controller made of it."""
         if self.section.entropy_target is None:
             return self.section.entropy_coef
-        return self._steered_entropy_coef if self.control.entropy_is_low else 0.0
-
-    @property
-    def _steered_entropy_coef(self) -> float:
+        if not self.control.entropy_is_low:
+            return 0.0
         return self.section.entropy_coef if self.control.entropy_coef is None else self.control.entropy_coef
 
     @property
@@ -140,9 +138,10 @@ class Algorithm:
         Order: shaping, baseline, KL in the reward, clipping of the advantage. With a critic also its targets, as
         `return_T`. Returns the batch and what was measured.
         """
-        if self.section.old_logprobs == "sampler":
+        section = self.section
+        if section.old_logprobs == "sampler":
             batch = batch.with_column("old_logprobs_T", batch.sampler_logprobs_T)
-        if self.section.mask_truncated:
+        if section.mask_truncated:
             kept_S = 1 - batch.columns["truncated_S"]
             mask_T = batch.loss_mask_T * kept_S.to(batch.loss_mask_T).repeat_interleave(batch.length_S)
             batch = replace(batch, loss_mask_T=mask_T)
@@ -166,8 +165,11 @@ class Algorithm:
             gae_lambda=self.section.gae_lambda,
             std_floor=self.section.std_floor,
         )
-        advantages_T, bound_metrics = self._bounded(self._credit.function(outcomes).mul_(batch.loss_mask_T), batch)
-        metrics |= bound_metrics
+        advantages_T = self._credit.function(outcomes).mul_(batch.loss_mask_T)
+        if (bound := section.advantage_clip) is not None:
+            outside = (advantages_T.abs() > bound).sum() / batch.loss_mask_T.sum().clamp(min=1)
+            metrics["train/advantage_clipped_frac"] = float(outside)
+            advantages_T = advantages_T.clamp(-bound, bound)
         metrics |= spread(advantages_T, batch.loss_mask_T)
         batch = batch.with_column("advantages_T", advantages_T)
         if "values" in self.needs:
@@ -229,23 +231,20 @@ class Algorithm:
             batch: the batch of the update.
             metrics: of `assign` and of the update.
         """
-        of_entropy = self._steer_entropy(metrics.get("train/entropy"))
+        of_entropy: dict[str, float] = {}
+        section, entropy = self.section, metrics.get("train/entropy")
+        if section.entropy_target is not None and entropy is not None:
+            of_entropy = {"train/entropy_coef": self.entropy_coef}
+            steer_entropy(
+                self.control,
+                coef=section.entropy_coef if self.control.entropy_coef is None else self.control.entropy_coef,
+                entropy=entropy,
+                target=section.entropy_target,
+                step=section.entropy_coef_step,
+                most=section.entropy_coef_max,
+            )
         more, alarm = self._steer_kl(batch, metrics)
         return of_entropy | more, alarm
-
-    def _steer_entropy(self, entropy: float | None) -> dict[str, float]:
-        section, used = self.section, self.entropy_coef
-        if section.entropy_target is None or entropy is None:
-            return {}
-        steer_entropy(
-            self.control,
-            coef=self._steered_entropy_coef,
-            entropy=entropy,
-            target=section.entropy_target,
-            step=section.entropy_coef_step,
-            most=section.entropy_coef_max,
-        )
-        return {"train/entropy_coef": used}
 
     def _steer_kl(self, batch: Batch, metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
         kl, section = metrics.get("train/kl_ref"), self.section
@@ -279,14 +278,6 @@ class Algorithm:
             f"{ALARM_STEPS}), and the coefficient, now {self.kl_coef:.3g}, does not bring it there. Check the target "
             "and its unit (algorithm.kl_target_unit), or lower algorithm.kl_horizon_samples."
         )
-
-    def _bounded(self, advantages_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """(T,) advantages within +-`advantage_clip`, and the fraction of loss tokens that were outside."""
-        bound = self.section.advantage_clip
-        if bound is None:
-            return advantages_T, {}
-        outside = float((advantages_T.abs() > bound).sum() / batch.loss_mask_T.sum().clamp(min=1))
-        return advantages_T.clamp(-bound, bound), {"train/advantage_clipped_frac": outside}
 
     def _penalties(self, batch: Batch) -> tuple[Tensor | None, dict[str, float]]:
         """(T,) minus the weighted KL of each token, or None without KL in the reward; and the mean KL."""

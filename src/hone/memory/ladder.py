@@ -103,7 +103,14 @@ class Ladder:
         self._watched = 0
         self._raised: Change | None = None
         """What is being watched."""
-        self._take_over(earlier)
+        configured, first = dict(settings), {change.key: change.old for change in reversed(earlier)}
+        for change in earlier:
+            if first[change.key] != configured.get(change.key):
+                continue
+            self.changes.append(change)
+            self.settings[change.key] = change.new
+            if change.is_down:
+                self._ceilings[change.key] = change.old
         self._num_taken = len(self.changes)
 
     # ---- a stage begins
@@ -215,15 +222,12 @@ class Ladder:
             lowered = None if knob is None else knob.lower(self.settings[key])
             if knob is not None and lowered is not None:
                 options.append((knob, lowered))
-        helpful = (option for option in options if self._helps(failure, *option))
-        return next(helpful, options[0] if options else None)
-
-    def _helps(self, failure: OutOfMemory, knob: Knob, new: Any) -> bool:
-        if self._predict is None:
-            return True
-        now = _moment_of(self._predict(self.settings), failure)
-        then = _moment_of(self._predict({**self.settings, knob.key: new}), failure)
-        return now is None or then is None or now.bytes - then.bytes >= LEAST_RELIEF * now.bytes
+        if self._predict is not None and (now := _moment_of(self._predict(self.settings), failure)):
+            for knob, new in options:
+                then = _moment_of(self._predict({**self.settings, knob.key: new}), failure)
+                if then is None or now.bytes - then.bytes >= LEAST_RELIEF * now.bytes:
+                    return knob, new
+        return options[0] if options else None
 
     def _exhausted(self, failure: OutOfMemory) -> str:
         where = f"{failure.phase} ({failure.moment})" if failure.moment else failure.phase
@@ -374,18 +378,6 @@ class Ladder:
         if self._progress is not None and self._predict is not None:
             moments = self._predict(self.settings).phase_peaks()
             self.predicted[self._progress.stage] = {moment.phase: moment for moment in moments}
-
-    def _take_over(self, earlier: Sequence[Change]) -> None:
-        """Settings that an interrupted run had come to."""
-        configured = dict(self.settings)
-        first = {change.key: change.old for change in reversed(earlier)}
-        for change in earlier:
-            if first[change.key] != configured.get(change.key):
-                continue
-            self.changes.append(change)
-            self.settings[change.key] = change.new
-            if change.is_down:
-                self._ceilings[change.key] = change.old
 
 
 def _moment_of(ledger: Ledger, failure: OutOfMemory) -> Moment | None:

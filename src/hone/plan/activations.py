@@ -3,7 +3,7 @@
 Closed forms, counted operation by operation: for Hone's own decoder from `model/decoder.py`, `fused.py`, `attention.py`
 and `logprobs.py`; for Transformers' classes from what autograd saves of their eager code around an attention that
 keeps q, k, v, its output and one normaliser per query, and capped scores beside them. What layers with states keep is
-in `state_activations.py`. Bytes per number: 2 in bfloat16, 4 in float32.
+in `states.py`. Bytes per number: 2 in bfloat16, 4 in float32.
 
 Tensor parallelism divides heads and feed-forward widths, not the residual stream; sequence parallelism divides tokens,
 but not the masks of attention by blocks. On GPUs in 16 bits attention is flash attention's, which has no masks. Not
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hone.config.run import Checkpointing
-from hone.plan import state_activations
 from hone.plan.architecture import Architecture, linear_layers
 from hone.plan.states import LayerKind
 from hone.sizes import BLOCK_SCORES, FLASH_WIDTH, QUERY_ROWS
@@ -144,6 +143,12 @@ def kept_by_layers(work: Pass) -> tuple[int, str]:
     return round((each * again + stored) * work.tokens), formula
 
 
+def kept_by_last(work: Pass) -> float:
+    """Bytes per token that the last layer keeps."""
+    kind, is_number = work.architecture.kinds[-1], isinstance(work.checkpointing, int)
+    return _saved(work, kind, "none" if is_number and not recomputes_last(work) else work.checkpointing)
+
+
 def recomputes_last(work: Pass) -> bool:
     """Whether the last layer, which goes backward while all others' activations are there, makes its own again."""
     return 0 < recomputed_layers(work.checkpointing, work.architecture.layers) == work.architecture.layers
@@ -189,10 +194,11 @@ def _transformers(work: Pass, kind: LayerKind) -> float:
     if kind.attends:
         total += _attended(work)
     if kind.has_states and arch.states:
-        total += state_activations.kept(arch.states, work.bytes_each, work.longest - 1)
+        total += arch.states.kept(work.bytes_each, work.longest - 1)
     if arch.experts and kind.has_block:  # copies of the residual stream, one per expert of a token, before and after
         width = arch.experts.latent or h
         total += 2 * work.bytes_each * arch.experts.active * width + 8 * arch.experts.count
+        total += 4 * h * (arch.experts.routes_in_float32 and two_bytes)
     return total
 
 
@@ -227,31 +233,31 @@ def backward_per_token(work: Pass) -> float:
     arch, freed, most = work.architecture, 0.0, 0.0
     missing = set(arch.kinds)
     for kind in reversed(arch.kinds):
-        most, freed = max(most, _added(work, kind) - freed), freed + _saved(work, kind, work.checkpointing)
+        added = _block_backward(work) if kind.has_block else work.bytes_each * arch.hidden
+        if kind.has_states and arch.states:
+            inside = arch.states.added_backward(work.bytes_each, work.longest - 1) + work.bytes_each * arch.hidden
+            used_up = work.bytes_each * 4 * arch.active_inner / work.tensor_parallel if kind.has_block else 0
+            added = max(added, inside - used_up)
+        most, freed = max(most, added - freed), freed + _saved(work, kind, work.checkpointing)
         missing.discard(kind)
         if not missing:
             break
     return most
 
 
-def _added(work: Pass, kind: LayerKind) -> float:
-    """As `backward_per_token`, of one layer."""
-    arch = work.architecture
-    block = _block_backward(work) if kind.has_block else work.bytes_each * arch.hidden
-    if not (kind.has_states and arch.states):
-        return block
-    inside = state_activations.added_backward(arch.states, work.bytes_each, work.longest - 1)
-    used_up = work.bytes_each * 4 * arch.active_inner / work.tensor_parallel if kind.has_block else 0
-    return max(block, inside + work.bytes_each * arch.hidden - used_up)
-
-
 def _block_backward(work: Pass) -> float:
     """Bytes per token that one layer's backward pass adds at its most, in the feed-forward block: gradients of gate, up
-    and residual stream, less the product that has been used up. Hone's decoder and routed experts take one more width
-    on the way. Capped scores of attention may take more: their gradients, when the feed-forward block's activations
-    have been used up."""
+    and residual stream, less the product that has been used up. Hone's decoder takes one more width on the way. Routed
+    experts may take more where their results are weighted, whose gradients are the results' and the weights', each as
+    long as all copies of the residual stream; and have used up their results later. Capped scores of attention may
+    take more: their gradients, when the feed-forward block's activations have been used up."""
     arch, tp = work.architecture, work.tensor_parallel
-    widths = 3 if work.implementation == "hone" or arch.experts else 2
+    if (moe := arch.experts) is not None:
+        copies = moe.active * (moe.latent or arch.hidden)
+        weighted = 3 * (4 if moe.weighs_in_float32 else work.bytes_each) * copies
+        widths = work.bytes_each * (2 * moe.active * moe.inner / tp - copies)
+        return max(weighted, widths) + work.bytes_each * arch.hidden
+    widths = 3 if work.implementation == "hone" else 2
     feed_forward = work.bytes_each * (widths * arch.active_inner / tp + arch.hidden)
     if work.ring > 1:  # as it comes, what the feed-forward block kept is gone
         used_up = work.bytes_each * (3 * arch.active_inner / tp + 2 * arch.hidden)
@@ -299,7 +305,7 @@ def _forward(work: Pass, kind: LayerKind) -> float:
     computed = work.bytes_each * (numbers / tp + 3 * arch.hidden) + scores
     if not (kind.has_states and arch.states):
         return computed
-    inside = state_activations.forward(arch.states, work.bytes_each, work.longest - 1)
+    inside = arch.states.forward(work.bytes_each, work.longest - 1)
     return max(computed, inside + 4 * work.bytes_each * arch.hidden)
 
 
@@ -357,43 +363,25 @@ def attention_bytes(work: Pass, *, backward: bool) -> int:
     tokens = work.tokens * work.sequence_parallel
     if work.ring > 1:
         chunk = tokens // work.ring
-        return INDEX_BYTES * chunk + (0 if work.is_flash else _tile_bytes(work, min(chunk, work.longest)))
+        if work.is_flash:
+            return INDEX_BYTES * chunk
+        # Scores of one tile of plain products: themselves, their gradient, and what one of them is made of.
+        heads = work.architecture.heads / work.tensor_parallel / (work.sequence_parallel // work.ring)
+        scores = heads * QUERY_ROWS * min(chunk, work.longest)
+        return INDEX_BYTES * chunk + round(3 * max(work.bytes_each, 4) * scores)
     if work.is_flash:
         return INDEX_BYTES * tokens
-    heads = work.architecture.heads / work.tensor_parallel / work.sequence_parallel
-    rows = max(min(BLOCK_SCORES // work.longest, QUERY_ROWS), 1)
-    mean_keys = _mean_keys(work, rows)
-    scores = min(BLOCK_SCORES, tokens * mean_keys)
-    workspace = SCORE_BYTES[work.bytes_each, backward] * scores * heads
-    return round(4 * tokens * mean_keys + _index_bytes(work, tokens, rows, mean_keys) + workspace)
-
-
-def _mean_keys(work: Pass, rows: int) -> float:
-    """Keys of a tile of so many queries, in the mean of all tiles: those of a response see all of their prompt."""
-    of_response = min(work.longest, (work.prompt + work.longest) / 2 + rows)
-    if not work.prompt:
-        return of_response
-    share = min(work.response_tokens / work.tokens, 1)
-    return share * of_response + (1 - share) * min(work.prompt, work.prompt / 2 + rows)
-
-
-def _index_bytes(work: Pass, tokens: int, rows: int, mean_keys: float) -> float:
-    """Indices of all blocks, of each head: queries, where their results are put, and where those are read; of each
-    tile, its keys, its values and where their gradients are summed. And of each token alone."""
     ways = work.tensor_parallel * work.sequence_parallel
     heads, kv_heads = work.architecture.heads / ways, work.architecture.kv_heads / ways
-    return INDEX_BYTES * (tokens * (3 * heads + 4) + tokens / rows * mean_keys * (3 * kv_heads + 1))
-
-
-def _tile_bytes(work: Pass, keys: int) -> int:
-    """Scores of one tile of a ring's plain products: themselves, their gradient, and what one of them is made of."""
-    heads = work.architecture.heads / work.tensor_parallel / (work.sequence_parallel // work.ring)
-    return round(3 * max(work.bytes_each, 4) * heads * QUERY_ROWS * keys)
-
-
-def embedding_gradient_bytes(work: Pass) -> int:
-    """Bytes when the embedding's gradient arrives, last of all: itself, where the output layer is the same matrix that
-    layer's too, and for bfloat16 their sum and its conversion to float32."""
-    arch = work.architecture
-    each = {(4, False): 4, (4, True): 8, (2, False): 6, (2, True): 10}[work.bytes_each, arch.tied and work.has_logits]
-    return round(each * arch.vocab * arch.hidden / work.tensor_parallel)
+    rows = max(min(BLOCK_SCORES // work.longest, QUERY_ROWS), 1)
+    mean_keys = min(
+        work.longest, (work.prompt + work.longest) / 2 + rows
+    )  # those of a response see all of their prompt
+    if work.prompt:
+        share = min(work.response_tokens / work.tokens, 1)
+        mean_keys = share * mean_keys + (1 - share) * min(work.prompt, work.prompt / 2 + rows)
+    # Of each head: queries, where their results are put, and where those are read; of each tile, its keys, its values
+    # and where their gradients are summed. And of each token alone.
+    indices = INDEX_BYTES * (tokens * (3 * heads + 4) + tokens / rows * mean_keys * (3 * kv_heads + 1))
+    workspace = SCORE_BYTES[work.bytes_each, backward] * min(BLOCK_SCORES, tokens * mean_keys) * heads
+    return round(4 * tokens * mean_keys + indices + workspace)

@@ -9,11 +9,12 @@ layer, which the class does not have.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from hone.plan.states import ATTENTION, CALLED_PAST, LayerKind, StateLayer
 from hone.plan.tower_shape import Tower
+from hone.sizes import divided_dimension
 
 GIB = 2**30
 
@@ -46,6 +47,10 @@ class Experts:
     latent: int = 0
     """Numbers per token that routed experts compute with, between two projections of their own (Nemotron-H); 0: all of
     the residual stream's."""
+    weighs_in_float32: bool = False
+    """A router's weights stay float32, and so does what experts return once it is weighted."""
+    routes_in_float32: bool = False
+    """Routers read the residual stream in float32, and keep that copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +126,6 @@ class Architecture:
         return sum(kind.attends for kind in self.mixed_kinds) if self.mixed_kinds else self.layers
 
     @property
-    def state_layers(self) -> int:
-        return sum(kind.has_states for kind in self.mixed_kinds)
-
-    @property
     def expert_layers(self) -> int:
         return sum(kind.has_block for kind in self.kinds) - self.dense_layers if self.experts else 0
 
@@ -154,21 +155,6 @@ class Architecture:
         if self.experts is None:
             return counts.total
         return counts.total - counts.experts + counts.experts * self.experts.active // self.experts.count
-
-    @property
-    def matrix_parameters(self) -> int:
-        """Active parameters that each token is multiplied with, output layer included: two operations each, forward."""
-        return self.active_parameters - (0 if self.tied else self.vocab * self.hidden)
-
-    @property
-    def largest_weight(self) -> int:
-        """Parameters of the largest weight, at most: of an embedding, or of a layer's fused experts."""
-        return max(self.vocab * self.hidden, self.layer_parameters if self.experts else 0)
-
-    @property
-    def largest_sent(self) -> int:
-        """Parameters of the largest weight under the names of the model's repository, where experts are one by one."""
-        return max(self.vocab * self.hidden, self.hidden * max(self.inner, self.q_size))
 
     @property
     def layer_parameters(self) -> int:
@@ -203,11 +189,19 @@ class Architecture:
 
     def state_bytes(self, bytes_each: int) -> int:
         """Bytes of the states of one sequence, whatever its length, in all layers; 0 where all layers attend."""
-        return self.state_layers * self.states.state_bytes(bytes_each) if self.states else 0
+        layers = sum(kind.has_states for kind in self.mixed_kinds)
+        return layers * self.states.state_bytes(bytes_each) if self.states else 0
 
-    def as_critic(self) -> Architecture:
-        """The same body with one number per token in place of logits; its head is too small to count."""
-        return replace(self, tied=True)
+
+def padding_parameters(arch: Architecture, ranks: int) -> int:
+    """Parameters of one layer's experts that are not there, with which FSDP2 fills up what each of so many ranks has;
+    see `sizes.divided_dimension`."""
+    if arch.experts is None:
+        return 0
+    count, inner, width = arch.experts.count, arch.experts.inner, arch.experts.latent or arch.hidden
+    stacks = (count, (arch.block_matrices - 1) * inner, width), (count, width, inner)
+    missing = -count % ranks
+    return sum(missing * shape[1] * shape[2] for shape in stacks if divided_dimension(shape, ranks) == 0)
 
 
 @cache
@@ -242,20 +236,18 @@ def _block_parameters(arch: Architecture, inner: int) -> int:
 
 def _mixer_parameters(arch: Architecture, kind: LayerKind) -> int:
     """Of what mixes tokens in one layer: attention with its norms, and a part with states."""
-    attention = (_attention_parameters(arch) + _inside_norms(arch)) * kind.attends
-    return attention + (arch.states.parameters if kind.has_states and arch.states else 0)
-
-
-def _attention_parameters(arch: Architecture) -> int:
-    """Of one layer, without its norms."""
+    count = arch.states.parameters if kind.has_states and arch.states else 0
+    if not kind.attends:
+        return count
+    count += _inside_norms(arch)
     h, latent = arch.hidden, arch.latent
     if latent is None:
         projected = (1 + arch.gates_attention) * arch.q_size + 2 * arch.kv_size
-        return (h + arch.qkv_bias) * projected + (arch.q_size + arch.out_bias) * h
+        return count + (h + arch.qkv_bias) * projected + (arch.q_size + arch.out_bias) * h
     queries = h * arch.q_size if latent.q_rank is None else latent.q_rank * (h + arch.q_size)
     down = h * (latent.kv_rank + latent.rope_dim)
     up = latent.kv_rank * arch.heads * (latent.nope_dim + latent.value_dim)
-    return queries + down + up + arch.heads * latent.value_dim * h
+    return count + queries + down + up + arch.heads * latent.value_dim * h
 
 
 def _inside_norms(arch: Architecture) -> int:

@@ -1,7 +1,7 @@
 """Memory ledgers of pools: trainers sharded with FSDP2 and vLLM engines, colocated or on separate devices.
 
-The closed form of the update agrees with operator-level traces within 5 % (docs/planner-trace.md): the largest of five
-moments (backward of the loss, of a layer and of the root; the optimizer step; the end of the forward pass).
+The closed form of the update agrees with operator-level traces within 5 % (docs/memory-verification.md): the largest of
+its moments (backward of the loss, of a layer and of the root; the optimizer step).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hone.plan.activations import (
     Pass,
     backward_per_token,
     forward_per_token,
+    kept_by_last,
     kept_by_layers,
     logits_backward_bytes,
     logits_backward_bytes_each,
@@ -24,11 +25,10 @@ from hone.plan.activations import (
     recomputes_last,
     saved_per_token,
 )
-from hone.plan.architecture import GIB, Architecture, adapter_parameters
+from hone.plan.architecture import GIB, Architecture, adapter_parameters, padding_parameters
 from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import CONTEXT_BYTES, EnginePlan
 from hone.plan.ledger import Moment, Term, moment, term
-from hone.plan.tower_shape import Tower
 from hone.plan.workload import Workload
 from hone.sizes import KEPT_FEATURES_BYTES
 
@@ -69,7 +69,14 @@ class Trained:
         """Parameters that learn."""
         tower = self.architecture.tower
         in_tower = tower.parameters if tower and self.tower_learns else 0
-        return self.adapter or self.architecture.total_parameters + in_tower
+        return self.adapter or self.weights + in_tower
+
+    @property
+    def weights(self) -> int:
+        """Parameters of the language model, with what FSDP2 fills up."""
+        arch = self.architecture
+        missing = padding_parameters(arch, self.shard) if self.is_sharded else 0
+        return arch.total_parameters + arch.expert_layers * missing
 
     @property
     def root_bytes(self) -> float:
@@ -78,15 +85,21 @@ class Trained:
 
     @property
     def layer_bytes(self) -> float:
-        return self._gathered(self.architecture.layer_parameters)
+        return self._gathered(self.layer_parameters)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the largest layer as it is gathered, or reduced."""
+        return self.architecture.layer_parameters + padding_parameters(self.architecture, self.shard)
 
     def _gathered(self, count: int) -> float:
         return self.work.bytes_each * count / self.work.tensor_parallel if self.is_sharded else 0
 
     def states(self) -> Iterator[Term]:
-        """Idle: master weights and moments, this device's share; unsharded also gradient and compute copy."""
+        """Idle: master weights and moments, this device's share; unsharded also gradient and compute copy. And a frozen
+        vision tower's weights, which stay float32 on a single rank, and what it made of pictures."""
         if self.adapter:
-            frozen = self.architecture.total_parameters
+            frozen = self.weights
             p = self.work.bytes_each
             share = f"{p} B x {frozen:,} parameters / {self.shard}"
             yield term(self.label("frozen weights"), p * frozen / self.shard, share)
@@ -101,15 +114,11 @@ class Trained:
             if not self.moments_on_host:
                 yield term(self.label("AdamW moments"), 8 * self.trained / self.shard, f"8 B {share}", knob)
         if self.architecture.tower and not self.tower_learns:
-            yield from self._frozen_tower(self.architecture.tower)
-
-    def _frozen_tower(self, tower: Tower) -> Iterator[Term]:
-        """A vision tower's weights, which stay float32 on a single rank, and what it made of pictures."""
-        p = self.work.bytes_each if self.is_sharded else 4
-        share = f"{p} B x {tower.parameters:,} parameters / {self.shard}, frozen"
-        yield term(self.label("vision tower"), p * tower.parameters / self.shard, share, "model.freeze")
-        if self.has_pictures:
-            yield term(self.label("features of pictures"), KEPT_FEATURES_BYTES, "at most")
+            p, count = self.work.bytes_each if self.is_sharded else 4, self.architecture.tower.parameters
+            share = f"{p} B x {count:,} parameters / {self.shard}, frozen"
+            yield term(self.label("vision tower"), p * count / self.shard, share, "model.freeze")
+            if self.has_pictures:
+                yield term(self.label("features of pictures"), KEPT_FEATURES_BYTES, "at most")
 
     def seen(self) -> list[Term]:
         """What a trained vision tower keeps for its backward pass."""
@@ -144,7 +153,8 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     saved = term("activations", *kept_by_layers(work), knob)
     masks = local.of_attention(work, backward=True)
     root = _root(model)
-    layers = term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters")
+    numbers = model.layer_parameters
+    layers = term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {numbers:,} parameters")
     hidden = term("hidden states", 4 * p * arch.hidden * tokens, f"{4 * p} B x {arch.hidden} x {tokens:,} tokens", knob)
     piled = [model.gradient()] if model.accumulates else []
     trains_root = model.adapter == 0
@@ -155,25 +165,39 @@ def update_moments(model: Trained, held: list[Term]) -> Iterator[Moment]:
     again = made_again_per_token(work)
     recomputed = [term("one layer again", again * tokens, f"{again:,.0f} B x {tokens:,} tokens", knob)]
     inside = term("gradients of one layer", backward_per_token(work) * tokens, f"x {tokens:,} tokens", knob)
-    root_grad = term("gradient of root", model.root_bytes * trains_root, "bfloat16, until it is reduced")
+    of_output = p * arch.vocab * arch.hidden / work.tensor_parallel * work.has_logits
+    root_grad = term("gradient of root", of_output * trains_root, "bfloat16, until it is reduced")
     working = [inside, root, root_grad]
     by_last = recomputed if recomputes_last(work) else []
-    # Going backward activations are freed layer by layer, and sharded gradients come: the first or the last is worst.
+    # Going backward activations are freed layer by layer, sharded gradients come, and the layer before is reduced while
+    # the next one is gathered: the first, the second or the last but one is worst.
     first = moment("update", f"{prefix}layer backward", held, states, piled, saved, masks, layers, by_last, working)
-    each = saved_per_token(work)
-    one_saved = term("activations", each * tokens, f"{each:,.0f} B x {tokens:,} tokens", knob)
-    by_first = recomputed if work.checkpointing != "none" else []
-    matrices = term("gradient of one layer", model.layer_bytes * trains_root, "bfloat16, until it is reduced")
-    # The root's own gradient is not sharded yet.
-    missing = 4 * arch.root_parameters / model.shard if trains_root and not model.offload else 0
-    others = replace(model.gradient(), bytes=round(model.gradient().bytes - missing))
-    last = moment(
-        "update", f"{prefix}layer backward", held, states, others, one_saved, masks, layers, matrices, by_first, working
+    reduced = term("reduced gradient", 4 / p * model.layer_bytes * trains_root, f"4 B x {numbers:,} parameters")
+    moe = arch.experts  # of a feed-forward block, or of all experts, the gradient of the last matrix is there first
+    matrix = moe.count * moe.inner * (moe.latent or arch.hidden) if moe else arch.hidden * arch.inner
+    down = term("gradient of one matrix", p * matrix / work.tensor_parallel * trains_root, f"{p} B x {matrix:,}")
+    fewer = replace(saved, bytes=max(0, round(saved.bytes - kept_by_last(work) * tokens)))
+    second = moment(
+        "update", f"{prefix}layer backward", held, states, piled, fewer, masks, layers, by_last, reduced, down, working
     )
-    yield max(first, last, key=lambda one: one.bytes)
+    each = saved_per_token(work)
+    two_saved = term("activations", 2 * each * tokens, f"2 x {each:,.0f} B x {tokens:,} tokens", knob)
+    by_first = recomputed if work.checkpointing != "none" else []
+    # Without an earlier microbatch, gradients of the root and of two layers are not sharded yet.
+    comes = trains_root and not model.offload and not model.accumulates
+    missing = 4 * arch.root_parameters / model.shard * comes
+    others = replace(model.gradient(), bytes=round(model.gradient().bytes - missing))
+    missing = 2 * 4 * numbers / model.shard * comes
+    without_two = replace(others, bytes=max(0, round(others.bytes - missing)))
+    kept = [held, states, without_two, two_saved]
+    last = moment("update", f"{prefix}layer backward", *kept, masks, layers, reduced, down, by_first, working)
+    yield max(first, second, last, key=lambda one: one.bytes)
+    whole = term("gradient of one layer", model.layer_bytes * trains_root, f"{p} B x {numbers:,} parameters")
+    by_layer = moment("update", f"{prefix}root backward", held, states, others, root, root_grad, whole, reduced)
     # The root's weights go away as the float32 copy of its gradient is made for the reduction.
-    reduced = term("gradient of root", 2 * model.root_bytes * trains_root, "bfloat16, and float32 to be reduced")
-    yield moment("update", f"{prefix}root backward", held, states, others, root, reduced, _one(layers))
+    of_root = term("gradient of root", 2 * model.root_bytes * trains_root, "bfloat16, and float32 to be reduced")
+    by_root = moment("update", f"{prefix}root backward", held, states, others, root, of_root, _one(layers))
+    yield max(by_layer, by_root, key=lambda one: one.bytes)
     yield moment("optimizer", f"{prefix}step", held, optimizing, model.gradient())
 
 
@@ -206,7 +230,7 @@ def forward_moment(model: Trained, held: list[Term]) -> Moment:
         term("one layer", each * work.tokens, f"{each:,.0f} B x {work.tokens:,} tokens", knob),
         local.of_attention(work, backward=False),
         _root(model),
-        term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {arch.layer_parameters:,} parameters"),
+        term("gathered layers", 2 * model.layer_bytes, f"2 x {p} B x {model.layer_parameters:,} parameters"),
     ]
     if work.has_logits:
         size = logits_forward_bytes(work)
@@ -288,7 +312,10 @@ def _under_way(pool: PoolPlan) -> Iterator[Term]:
     if pool.policy:
         yield term("weights under way", largest + pool.bucket_bytes, "two buckets of the sender", knob)
     if pool.engine:
-        waiting = pool.engine.waiting_bytes if isinstance(pool.engine, EnginePlan) else 0
+        waiting = 0
+        if isinstance(pool.engine, EnginePlan):  # what has come waits for the rest of its layer
+            settings = pool.engine.settings
+            waiting = settings.weight_bytes * settings.architecture.layer_parameters
         yield term("weights under way", largest + waiting, "the engine's bucket, and what waits for its layer", knob)
 
 

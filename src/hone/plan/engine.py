@@ -93,11 +93,6 @@ class EnginePlan:
         return max(held - settings.offload_bytes, 0)
 
     @property
-    def waiting_bytes(self) -> int:
-        """Of new weights that wait for the rest of their layer, which is loaded when it is whole."""
-        return self.settings.weight_bytes * self.settings.architecture.layer_parameters
-
-    @property
     def adapter_bytes(self) -> int:
         """Of an adapter beside the weights, as large as its rank allows."""
         settings = self.settings
@@ -118,8 +113,12 @@ class EnginePlan:
         width = 4 * arch.active_inner // settings.tensor_parallel_size + 6 * arch.hidden
         layer = 2 * settings.max_num_batched_tokens * width
         sampler = 12 * settings.max_num_seqs * arch.vocab
-        features, seeing = self._tower_bytes
-        return features + max(layer + sampler, seeing)
+        if arch.tower is None:
+            return layer + sampler
+        p, tokens, tower = settings.weight_bytes, self.seen_tokens, arch.tower
+        divided = replace(tower, inner=tower.inner // settings.tensor_parallel_size)
+        each = towers.forward_per_patch(divided, p) + (4 + p) * tower.values_per_patch  # patches in float32, then in p
+        return p * tower.out * tokens + max(layer + sampler, each * tokens * tower.patches_per_token)
 
     @property
     def seen_tokens(self) -> int:
@@ -129,17 +128,6 @@ class EnginePlan:
             return 0
         largest = settings.picture_pixels // (tower.patches_per_token * tower.patch**2)
         return max(settings.max_num_batched_tokens, largest)
-
-    @property
-    def _tower_bytes(self) -> tuple[int, int]:
-        """Of the features of all these tokens, and of the pass that makes them."""
-        settings, tower = self.settings, self.settings.architecture.tower
-        if tower is None:
-            return 0, 0
-        p, tokens = settings.weight_bytes, self.seen_tokens
-        divided = replace(tower, inner=tower.inner // settings.tensor_parallel_size)
-        each = towers.forward_per_patch(divided, p) + (4 + p) * tower.values_per_patch  # patches in float32, then in p
-        return p * tower.out * tokens, each * tokens * tower.patches_per_token
 
     @property
     def graph_bytes(self) -> int:
@@ -227,16 +215,15 @@ class EnginePlan:
             one = self.kv_bytes_per_token * settings.max_model_len
             left = gib(self.cache_bytes)
             why = f"the {left} left for the cache hold no sequence of {settings.max_model_len:,} tokens ({gib(one)})"
+        least = math.ceil(100 * self.smallest_frac) / 100
+        if least <= 0.95:
+            cure = f"At least {least:.2f} is needed, or a larger {settings.section}.tensor_parallel_size."
+        else:
+            cure = (
+                f"No share of one device is enough: raise {settings.section}.tensor_parallel_size above "
+                f"{settings.tensor_parallel_size}."
+            )
         return (
             f"{settings.section}.gpu_memory_utilization = {settings.gpu_memory_utilization:g} of "
-            f"{gib(self.capacity_bytes)} is {gib(self.requested_bytes)}: {why}. {self._way_out()}"
-        )
-
-    def _way_out(self) -> str:
-        settings, least = self.settings, math.ceil(100 * self.smallest_frac) / 100
-        if least <= 0.95:
-            return f"At least {least:.2f} is needed, or a larger {settings.section}.tensor_parallel_size."
-        return (
-            f"No share of one device is enough: raise {settings.section}.tensor_parallel_size above "
-            f"{settings.tensor_parallel_size}."
+            f"{gib(self.capacity_bytes)} is {gib(self.requested_bytes)}: {why}. {cure}"
         )

@@ -42,6 +42,7 @@ class _Keys:
 
 
 _MOE_DEFAULTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_IN_FLOAT32 = {"weighs_in_float32": True, "routes_in_float32": True}
 _QWEN_STATES = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -158,7 +159,18 @@ def architecture_from(config: Mapping[str, Any], *, source: str = "config.json")
         raise DataError(f"{source}: num_attention_heads is 0.")
     biased = bool(keys.get("attention_bias", False)) and family not in ("lfm2", "nemotron_h")
     qwen2_like = family == "qwen2" or (family == "qwen2_moe" and bool(keys.get("qkv_bias")))
-    latent = _latent(keys) if family.startswith("deepseek") else None
+    latent: Latent | None = None
+    head_dim = int(keys.get("head_dim", hidden // heads)) if attends else 0
+    if family.startswith("deepseek"):
+        q_rank = keys.get("q_lora_rank")
+        latent = Latent(
+            q_rank=None if q_rank is None else int(q_rank),
+            kv_rank=keys.number("kv_lora_rank"),
+            rope_dim=keys.number("qk_rope_head_dim"),
+            nope_dim=keys.number("qk_nope_head_dim"),
+            value_dim=keys.number("v_head_dim"),
+        )
+        head_dim = latent.nope_dim + latent.rope_dim
     experts, named = _experts(keys, types), {"layer_types": types} if types else {}
     return Architecture(
         model_type=family,
@@ -168,7 +180,7 @@ def architecture_from(config: Mapping[str, Any], *, source: str = "config.json")
         vocab=keys.number("vocab_size"),
         heads=heads,
         kv_heads=int(keys.get("num_key_value_heads", heads)) if attends else 0,
-        head_dim=_head_dim(keys, latent, hidden // heads) if attends else 0,
+        head_dim=head_dim,
         tied=bool(keys.get("tie_embedding", keys.get("tie_word_embeddings", False))) and family != "nemotron_h",
         max_positions=int(keys.get("max_position_embeddings", 0)),
         qkv_bias=biased or qwen2_like,
@@ -205,34 +217,17 @@ def _kinds(keys: _Keys, source: str) -> tuple[int, list[str], tuple[LayerKind, .
     return layers, named, tuple(known[name] for name in named)
 
 
-def _head_dim(keys: _Keys, latent: Latent | None, otherwise: int) -> int:
-    return latent.nope_dim + latent.rope_dim if latent else int(keys.get("head_dim", otherwise))
-
-
 def _inner(keys: _Keys, kinds: tuple[LayerKind, ...]) -> int:
     """Width of a dense feed-forward block; 0 where no layer has any."""
     if kinds and not any(kind.has_block for kind in kinds):
         return 0
-    return _lfm2_inner(keys) if keys.model_type == "lfm2" else keys.number("intermediate_size")
-
-
-def _lfm2_inner(keys: _Keys) -> int:
-    """Width of LFM2's feed-forward block, which its class makes of the width in config.json."""
+    if keys.model_type != "lfm2":
+        return keys.number("intermediate_size")
+    # LFM2's class makes its width of the one in config.json.
     inner, multiple = int(keys.get("block_ff_dim", keys.number("intermediate_size"))), keys.number("block_multiple_of")
     if not keys.get("block_auto_adjust_ff_dim"):
         return inner
     return multiple * math.ceil(int(float(keys.get("block_ffn_dim_multiplier")) * int(2 * inner / 3)) / multiple)
-
-
-def _latent(keys: _Keys) -> Latent:
-    q_rank = keys.get("q_lora_rank")
-    return Latent(
-        q_rank=None if q_rank is None else int(q_rank),
-        kv_rank=keys.number("kv_lora_rank"),
-        rope_dim=keys.number("qk_rope_head_dim"),
-        nope_dim=keys.number("qk_nope_head_dim"),
-        value_dim=keys.number("v_head_dim"),
-    )
 
 
 def _experts(keys: _Keys, types: list[str]) -> Experts | None:
@@ -243,7 +238,7 @@ def _experts(keys: _Keys, types: list[str]) -> Experts | None:
     family = keys.model_type
     if family == "mixtral":
         count, active = keys.number("num_local_experts"), keys.number("num_experts_per_tok")
-        return Experts(count, active, keys.number("intermediate_size"))
+        return Experts(count, active, keys.number("intermediate_size"), weighs_in_float32=True)
     if family in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         inner, active = keys.number("moe_intermediate_size"), keys.number("num_experts_per_tok")
         has_shared = family != "qwen3_moe"
@@ -255,12 +250,12 @@ def _experts(keys: _Keys, types: list[str]) -> Experts | None:
         inner, active = keys.number("moe_intermediate_size"), keys.number("num_experts_per_tok")
         shared = keys.number("n_shared_experts") * inner
         count, corrected = keys.number("n_routed_experts"), family == "deepseek_v3"
-        return Experts(count, active, inner, shared, has_correction_bias=corrected)
+        return Experts(count, active, inner, shared, has_correction_bias=corrected, **_IN_FLOAT32)
     if family == "nemotron_h" and "moe" in types:
         inner, active = keys.number("moe_intermediate_size"), keys.number("num_experts_per_tok")
         count, shared = keys.number("n_routed_experts"), keys.number("moe_shared_expert_intermediate_size")
         latent = keys.number("moe_latent_size")
-        return Experts(count, active, inner, shared, has_correction_bias=True, latent=latent)
+        return Experts(count, active, inner, shared, has_correction_bias=True, latent=latent, **_IN_FLOAT32)
     return None
 
 

@@ -63,7 +63,8 @@ def resolve(config: RunConfig, hardware: Hardware, workload: Workload, folder: P
     critic = None
     if workload.has_critic:
         named = config.critic.path
-        critic = (architecture if named is None else named_architecture(named, folder, key="critic.path")).as_critic()
+        body = architecture if named is None else named_architecture(named, folder, key="critic.path")
+        critic = replace(body, tied=True)  # one number per token in place of logits; its head is too small to count
     rewards = [
         ScoringModel(
             name=str(component.args["path"]),

@@ -16,7 +16,6 @@ from hone.plan.activations import (
     Pass,
     attention_bytes,
     backward_per_token,
-    embedding_gradient_bytes,
     forward_per_token,
     kept_by_layers,
     logits_backward_bytes,
@@ -134,9 +133,11 @@ def _device_moments(settings: LocalSettings, workload: Workload) -> Iterator[Mom
     if settings.critic and workload.has_critic:
         critic = replace(work, architecture=settings.critic, has_logits=False)
         yield from update_moments("critic's ", critic, [*resident, *cache], trained=True)
-    seen = _tower_activations(settings)
+    seen, tower = [], settings.architecture.tower
+    if tower and settings.tower_learns and settings.picture_pixels:  # as if all tokens of prompts were of pictures
+        seen = [towers.kept(tower, towers.patches(tower, work), work.bytes_each, work.checkpointing)]
     yield from update_moments("", work, [*resident, *cache, *seen], trained=not workload.adapter_rank)
-    if seen and (tower := settings.architecture.tower):
+    if seen and tower:
         working = towers.backward(tower, towers.patches(tower, work), work.bytes_each, work.checkpointing)
         yield moment("update", "tower backward", resident, cache, seen, working)
     yield moment("optimizer", "step", resident, cache)
@@ -230,17 +231,10 @@ def seeing_terms(settings: LocalSettings) -> list[Term]:
     ]
 
 
-def _tower_activations(settings: LocalSettings) -> list[Term]:
-    """What a trained vision tower keeps for its backward pass, if all tokens of prompts are of pictures."""
-    tower, work = settings.architecture.tower, settings.work
-    if tower is None or not settings.tower_learns or not settings.picture_pixels:
-        return []
-    return [towers.kept(tower, towers.patches(tower, work), work.bytes_each, work.checkpointing)]
-
-
 def exported(architecture: Architecture, copies: int) -> Term:
     """Weights are exported one at a time: gathered or merged in float32, and converted on the host."""
-    count = architecture.largest_weight
+    fused = architecture.layer_parameters if architecture.experts else 0  # a layer's experts are one weight
+    count = max(architecture.vocab * architecture.hidden, fused)
     return term("exported weight", 4 * copies * count, f"{copies} x 4 B x {count:,} parameters of the largest")
 
 
@@ -380,7 +374,14 @@ def update_moments(prefix: str, work: Pass, held: list[Term], *, trained: bool) 
     kept = [*held, saved, of_attention(work, backward=False)]
     if work.has_logits:
         yield moment("update", f"{prefix}loss forward", kept, _loss_forward(work))
-        yield moment("update", f"{prefix}loss backward", kept, _loss_backward(work, trained=trained))
+        loss = [_hidden(work), _logits(logits_backward_bytes(work), logits_backward_bytes_each(work), work)]
+        size, p = work.bytes_each * arch.hidden * work.response_tokens, work.bytes_each
+        formula = f"{p} B x {arch.hidden} x {work.response_tokens:,}"
+        loss.append(term("gradient of hidden states", size, formula))
+        if trained:
+            formula = f"4 to 6 B x {arch.vocab:,} x {arch.hidden}"
+            loss.append(term("gradient of output layer", output_gradient_bytes(work), formula))
+        yield moment("update", f"{prefix}loss backward", kept, loss)
     mask = of_attention(work, backward=True)
     if arch.states:
         each = LAST_NORM_BYTES[work.bytes_each] * arch.hidden
@@ -388,20 +389,14 @@ def update_moments(prefix: str, work: Pass, held: list[Term], *, trained: bool) 
         yield moment("update", f"{prefix}last norm backward", held, saved, mask, norm)
     yield moment("update", f"{prefix}layer backward", held, saved, mask, _layer_backward(work, trained=trained))
     if trained:
+        # Its own; of a matrix that is the output layer too, that one's; for bfloat16 their sum, converted to float32.
+        each = {(4, False): 4, (4, True): 8, (2, False): 6, (2, True): 10}[
+            work.bytes_each, arch.tied and work.has_logits
+        ]
+        size = round(each * arch.vocab * arch.hidden / work.tensor_parallel)
         formula = f"{arch.vocab:,} x {arch.hidden}, twice where it is the output layer too, and converted"
-        last = term("gradient of embedding", embedding_gradient_bytes(work), formula)
+        last = term("gradient of embedding", size, formula)
         yield moment("update", f"{prefix}embedding backward", held, mask, last)
-
-
-def _loss_backward(work: Pass, *, trained: bool) -> Iterator[Term]:
-    arch = work.architecture
-    yield _hidden(work)
-    yield _logits(logits_backward_bytes(work), logits_backward_bytes_each(work), work)
-    size = work.bytes_each * arch.hidden * work.response_tokens
-    yield term("gradient of hidden states", size, f"{work.bytes_each} B x {arch.hidden} x {work.response_tokens:,}")
-    if trained:
-        size = output_gradient_bytes(work)
-        yield term("gradient of output layer", size, f"4 to 6 B x {arch.vocab:,} x {arch.hidden}")
 
 
 def _layer_backward(work: Pass, *, trained: bool) -> Iterator[Term]:

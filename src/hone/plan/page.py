@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from itertools import groupby
+from itertools import count, groupby
 
 from hone.plan.architecture import GIB
 from hone.plan.ledger import Ledger, Moment, Term, gib, percent
@@ -32,21 +32,29 @@ def page(today: Plan, proposals: Sequence[Proposal], *, title: str) -> str:
     Args:
         proposals: shown beside today's plan, the one to recommend first.
     """
-    parts = [_head(today, title), *(_proposals(today, proposals) if proposals else []), _pictures(today, proposals)]
-    parts += [_terms(ledger) for ledger in today.ledgers]
+    arch, verdict = today.inputs.architecture, today.verdict
+    colour = {"fits": "fits", "tight": "tight"}.get(verdict.level, "not")
+    problems = "".join(f"<br>{escape(problem)}" for problem in verdict.problems)
+    parts = [
+        f"<h1>{escape(title)}</h1><p>{escape(arch.model_type)}, {arch.total_parameters:,} parameters, on "
+        f"{escape(today.inputs.hardware.title)}</p>"
+        f'<p class="verdict {colour}"><b>{verdict.level}</b>: {escape(verdict.sentence)}{problems}</p>'
+    ]
+    parts += [*(_proposals(today, proposals) if proposals else []), _pictures(today, proposals)]
+    for ledger in today.ledgers:
+        peak = ledger.peak
+        rows = "".join(
+            f'<tr><td>{escape(term.name)}</td><td class="number">{gib(term.bytes)}</td><td>{escape(term.formula)}</td>'
+            f"<td><code>{term.knob}</code></td></tr>"
+            for term in peak.by_size()
+        )
+        parts.append(
+            f"<h2>{escape(ledger.device)}: {gib(peak.bytes)} in {peak.phase}, {peak.name}</h2>"
+            f"<table><tr><th>term</th><th>size</th><th>counted as</th><th>setting</th></tr>{rows}</table>"
+        )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style><body>{"".join(parts)}</body></html>'
-    )
-
-
-def _head(plan: Plan, title: str) -> str:
-    arch, colour = plan.inputs.architecture, {"fits": "fits", "tight": "tight"}.get(plan.verdict.level, "not")
-    problems = "".join(f"<br>{escape(problem)}" for problem in plan.verdict.problems)
-    return (
-        f"<h1>{escape(title)}</h1><p>{escape(arch.model_type)}, {arch.total_parameters:,} parameters, on "
-        f"{escape(plan.inputs.hardware.title)}</p>"
-        f'<p class="verdict {colour}"><b>{plan.verdict.level}</b>: {escape(plan.verdict.sentence)}{problems}</p>'
     )
 
 
@@ -68,9 +76,14 @@ def _proposals(today: Plan, proposals: Sequence[Proposal]) -> list[str]:
 
 def comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
     """Rows of a table: what to compare, and each plan's figure."""
+    peaks = []
+    for plan in plans:
+        devices = plan.ledgers[:-1] if len(plan.ledgers) > 1 else plan.ledgers
+        fullest = max(devices, key=lambda ledger: ledger.peak.bytes / ledger.capacity_bytes)
+        peaks.append(f"{gib(fullest.peak.bytes)} in {fullest.peak.phase}")
     rows: list[tuple[str, list[str]]] = [
         ("verdict", [plan.verdict.level for plan in plans]),
-        ("peak of the fullest device", [_peak(plan) for plan in plans]),
+        ("peak of the fullest device", peaks),
         ("memory used", [percent(plan.memory_utilisation) for plan in plans]),
         ("compute used", [percent(plan.time.compute_utilisation) for plan in plans]),
         ("seconds per step", [f"{plan.time.step_s:.3g}" for plan in plans]),
@@ -83,12 +96,6 @@ def comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
     phases = dict.fromkeys(phase for plan in plans for phase in plan.time.phases)
     rows += [(f"seconds of {phase}", [f"{plan.time.phases.get(phase, 0):.3g}" for plan in plans]) for phase in phases]
     return rows
-
-
-def _peak(plan: Plan) -> str:
-    devices = plan.ledgers[:-1] if len(plan.ledgers) > 1 else plan.ledgers
-    fullest = max(devices, key=lambda ledger: ledger.peak.bytes / ledger.capacity_bytes)
-    return f"{gib(fullest.peak.bytes)} in {fullest.peak.phase}"
 
 
 def _pictures(today: Plan, proposals: Sequence[Proposal]) -> str:
@@ -104,19 +111,6 @@ def _pictures(today: Plan, proposals: Sequence[Proposal]) -> str:
             for name, ledger in beside
         ]
     return "".join(parts)
-
-
-def _terms(ledger: Ledger) -> str:
-    peak = ledger.peak
-    rows = "".join(
-        f'<tr><td>{escape(term.name)}</td><td class="number">{gib(term.bytes)}</td><td>{escape(term.formula)}</td>'
-        f"<td><code>{term.knob}</code></td></tr>"
-        for term in peak.by_size()
-    )
-    return (
-        f"<h2>{escape(ledger.device)}: {gib(peak.bytes)} in {peak.phase}, {peak.name}</h2>"
-        f"<table><tr><th>term</th><th>size</th><th>counted as</th><th>setting</th></tr>{rows}</table>"
-    )
 
 
 KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -163,7 +157,13 @@ def timeline(ledger: Ledger, title: str | None = None, *, top_bytes: float | Non
         parts += _column(moment, LEFT + number * column, column, scale, is_peak=moment is ledger.peak)
     parts += _phases(ledger.moments, column)
     parts += _limit(ledger.capacity_bytes, scale)
-    parts += _legend(ledger)
+    there = {kind_of(term.name) for moment in ledger.moments for term in moment.terms}
+    x, y = float(LEFT), HEIGHT - 20
+    for name, colour in (*((name, colour) for name, colour, _ in KINDS), OVERHEAD):
+        if (name, colour) in there:
+            parts.append(f'<rect x="{x:.0f}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 15:.0f}" y="{y}">{name}</text>')
+            x += 34 + 6.2 * len(name)
     return "".join([*parts, "</svg>"])
 
 
@@ -179,7 +179,8 @@ def _y(num_bytes: float, scale: float) -> float:
 
 
 def _axis(top: float, scale: float) -> list[str]:
-    step = _tick(top / GIB)
+    rounded = (10**power * factor for power in count(-3) for factor in (1, 2, 5))
+    step = next(step for step in rounded if top / GIB / step <= 7)  # between 4 to 8 lines
     parts, at = [], 0.0
     while at * GIB <= top:
         y = _y(at * GIB, scale)
@@ -192,16 +193,6 @@ def _axis(top: float, scale: float) -> list[str]:
     return parts
 
 
-def _tick(top_gib: float) -> float:
-    """A round distance between 4 to 8 lines."""
-    step = 1e-3
-    while True:
-        for factor in (1, 2, 5):
-            if top_gib / (step * factor) <= 7:
-                return step * factor
-        step *= 10
-
-
 def _column(moment: Moment, x: float, width: float, scale: float, *, is_peak: bool) -> list[str]:
     gap = min(6.0, width / 6)
     parts, below = [], 0
@@ -210,7 +201,7 @@ def _column(moment: Moment, x: float, width: float, scale: float, *, is_peak: bo
         parts.append(
             f'<rect x="{x + gap:.1f}" y="{top:.1f}" width="{width - 2 * gap:.1f}" height="{term.bytes * scale:.2f}" '
             f'fill="{kind_of(term.name)[1]}" stroke="#fff" stroke-width="0.6">'
-            f"<title>{escape(_hint(term))}</title></rect>"
+            f"<title>{escape(f'{term.name}: {gib(term.bytes)} = {term.formula}')}</title></rect>"
         )
         below += term.bytes
     weight = ' font-weight="700"' if is_peak else ""
@@ -233,21 +224,17 @@ def _order(term: Term) -> int:
     return names.index(kind_of(term.name)[0])
 
 
-def _hint(term: Term) -> str:
-    return f"{term.name}: {gib(term.bytes)} = {term.formula}"
-
-
 def _phases(moments: Sequence[Moment], column: float) -> list[str]:
     parts, at = [], 0
     y = HEIGHT - BOTTOM + 40
     for phase, members in groupby(moments, key=lambda moment: moment.phase):
-        count = len(list(members))
-        left, right = LEFT + at * column + 3, LEFT + (at + count) * column - 3
+        last = at + len(list(members))
+        left, right = LEFT + at * column + 3, LEFT + last * column - 3
         parts.append(
             f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{y - 10}" y2="{y - 10}" stroke="currentColor" opacity="0.5"/>'
             f'<text x="{(left + right) / 2:.1f}" y="{y + 3}" text-anchor="middle" font-weight="600">{phase}</text>'
         )
-        at += count
+        at = last
     return parts
 
 
@@ -260,14 +247,3 @@ def _limit(capacity: int, scale: float) -> list[str]:
         'stroke-dasharray="6 4"/>',
         f'<text x="{WIDTH - RIGHT}" y="{y - 5:.1f}" text-anchor="end" fill="#cc3311">{gib(capacity)}</text>',
     ]
-
-
-def _legend(ledger: Ledger) -> list[str]:
-    there = {kind_of(term.name) for moment in ledger.moments for term in moment.terms}
-    shown = [kind for kind in (*((name, colour) for name, colour, _ in KINDS), OVERHEAD) if kind in there]
-    parts, x, y = [], float(LEFT), HEIGHT - 20
-    for name, colour in shown:
-        parts.append(f'<rect x="{x:.0f}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 15:.0f}" y="{y}">{name}</text>')
-        x += 34 + 6.2 * len(name)
-    return parts

@@ -5,7 +5,7 @@ Closed forms only: a plan takes milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -219,63 +219,45 @@ def _cluster_snippet(inputs: Inputs) -> str:
 
 def cluster_settings(inputs: Inputs) -> dict[str, Any]:
     """Run-file keys that put a run of one process on all devices; empty if the rules do not allow it."""
+    hardware, config = inputs.hardware, inputs.config
     for use in ("hone",) if _unseen(inputs.architecture) else ("vllm", "hone"):
-        settings = _cluster_settings(inputs, use)
+        settings: dict[str, Any] = {"cluster.backend": "ray"}
+        if not config.cluster.pools:  # separate ones if sampling runs ahead
+            settings |= {
+                "cluster.nodes": hardware.nodes,
+                "cluster.address": "auto" if hardware.nodes > 1 else None,
+                "cluster.devices_per_node": min(hardware.devices, hardware.per_node),
+                "cluster.pools": on_devices(config, use, hardware.devices).cluster.pools,
+                "cluster.engines.use": use,
+            }
         if not cluster_violations(changed(inputs, settings)):
             return settings
     return {}
 
 
-def _cluster_settings(inputs: Inputs, use: str) -> dict[str, Any]:
-    """In separate pools if sampling runs ahead."""
-    hardware, config = inputs.hardware, inputs.config
-    if config.cluster.pools:
-        return {"cluster.backend": "ray"}
-    pools = on_devices(config, use, hardware.devices).cluster.pools
-    return {
-        "cluster.backend": "ray",
-        "cluster.nodes": hardware.nodes,
-        "cluster.address": "auto" if hardware.nodes > 1 else None,
-        "cluster.devices_per_node": min(hardware.devices, hardware.per_node),
-        "cluster.pools": pools,
-        "cluster.engines.use": use,
-    }
-
-
 def violations(inputs: Inputs, pools: Sequence[PoolPlan]) -> list[str]:
     """Every rule that is broken, as lines that name key, value and cure."""
-    found = [*_sequence_fits_the_model(inputs), *_engine_sees(inputs), *_tower_is_whole(inputs)]
+    found, arch, lengths = [], inputs.architecture, inputs.workload.lengths
+    if arch.max_positions and lengths.longest > arch.max_positions:
+        found.append(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {lengths.max_prompt} + {lengths.max_response} = "
+            f"{lengths.longest}, but the model has {arch.max_positions} positions. Take "
+            f"{lengths.longest - arch.max_positions} off."
+        )
+    engine = inputs.config.cluster.engines.name
+    if engine == "vllm" and not inputs.is_local and (unseen := _unseen(arch)):
+        found.append(unseen)
+    elif engine not in ("hone", "vllm") and not inputs.is_local and arch.tower:
+        found.append(
+            f"cluster.engines.use = {engine}: models with a vision tower are sampled by Hone's own engine and vLLM. "
+            "Set cluster.engines.use=hone."
+        )
+    if arch.tower and (divided := divided_tower(arch.model_type, inputs.config.cluster)):
+        found.append(divided)
     if not inputs.is_local:
         found += cluster_violations(inputs)
     engines = (engine for pool in pools for engine in (pool.engine, pool.judge) if isinstance(engine, EnginePlan))
     return found + [problem for problem in (engine.problem() for engine in engines) if problem]
-
-
-def _sequence_fits_the_model(inputs: Inputs) -> Iterator[str]:
-    longest, limit = inputs.workload.lengths.longest, inputs.architecture.max_positions
-    if limit and longest > limit:
-        lengths = inputs.workload.lengths
-        yield (
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {lengths.max_prompt} + {lengths.max_response} = "
-            f"{longest}, but the model has {limit} positions. Take {longest - limit} off."
-        )
-
-
-def _engine_sees(inputs: Inputs) -> Iterator[str]:
-    engines = inputs.config.cluster.engines.name
-    if engines == "vllm" and not inputs.is_local and (unseen := _unseen(inputs.architecture)):
-        yield unseen
-    elif engines not in ("hone", "vllm") and not inputs.is_local and inputs.architecture.tower:
-        yield (
-            f"cluster.engines.use = {engines}: models with a vision tower are sampled by Hone's own engine and vLLM. "
-            "Set cluster.engines.use=hone."
-        )
-
-
-def _tower_is_whole(inputs: Inputs) -> Iterator[str]:
-    tower, kind = inputs.architecture.tower, inputs.architecture.model_type
-    if tower and (divided := divided_tower(kind, inputs.config.cluster)):
-        yield divided
 
 
 def _unseen(architecture: Architecture) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hone.config import topology
 from hone.config.engine import (
@@ -54,7 +52,19 @@ class JudgeRequests:
 def pools_of(inputs: Inputs) -> list[PoolPlan]:
     """The run's pools, and services of judges with GPUs of their own."""
     pools = [] if inputs.is_local else [_pool(inputs, pool) for pool in inputs.topology.pools]
-    return [*pools, *_judge_services(inputs)]
+    services = inputs.config.services
+    judges = [
+        PoolPlan(
+            f"service {name}",
+            len(services[name].devices),
+            judge=_judge(inputs, name),
+            judge_sleeps=False,
+            is_gpu=inputs.hardware.kind == "gpu",
+        )
+        for name in inputs.judges
+        if services[name].devices
+    ]
+    return [*pools, *judges]
 
 
 def _pool(inputs: Inputs, pool: topology.Pool) -> PoolPlan:
@@ -67,6 +77,8 @@ def _pool(inputs: Inputs, pool: topology.Pool) -> PoolPlan:
     learns = any(role in TRAINED for role in roles)
     each, adapter = bytes_each(inputs), config.lora.publish == "adapter"
     weights = each * (policy.adapter if adapter else inputs.architecture.total_parameters)
+    arch = inputs.architecture  # repositories have experts one by one
+    largest_sent = max(arch.vocab * arch.hidden, arch.hidden * max(arch.inner, arch.q_size))
     by_host = adapter or topology.transport_of(config, inputs.topology, on_gpu=is_cuda(inputs)) == "ray"
     scorer: EnginePlan | EmbeddedJudge | Reader | None = None
     if "judge" in roles:
@@ -87,24 +99,9 @@ def _pool(inputs: Inputs, pool: topology.Pool) -> PoolPlan:
         judge_sleeps=learns,
         is_gpu=inputs.hardware.kind == "gpu",
         bucket_bytes=min(round(config.cluster.bucket_mib * 2**20), weights),
-        sent_bytes=min(each * inputs.architecture.largest_sent, weights),
+        sent_bytes=min(each * largest_sent, weights),
         by_host=by_host,
     )
-
-
-def _judge_services(inputs: Inputs) -> list[PoolPlan]:
-    services = inputs.config.services
-    return [
-        PoolPlan(
-            f"service {name}",
-            len(services[name].devices),
-            judge=_judge(inputs, name),
-            judge_sleeps=False,
-            is_gpu=inputs.hardware.kind == "gpu",
-        )
-        for name in inputs.judges
-        if services[name].devices
-    ]
 
 
 def _trained(inputs: Inputs, group: TrainerGroup) -> Trained:
@@ -193,16 +190,14 @@ def _reader(inputs: Inputs) -> Reader | None:
 
 def judge_requests(inputs: Inputs, service: str) -> list[JudgeRequests]:
     """What each reward asks a judge for."""
-    components = (one for one in inputs.config.reward.components if one.args.get("service") == service)
-    return [_requests(inputs, component.args) for component in components]
-
-
-def _requests(inputs: Inputs, args: Mapping[str, Any]) -> JudgeRequests:
-    answer, prompt = args.get("response_length", JUDGE_ANSWER_TOKENS), args.get("prompt_length")
-    if prompt is None and args.get("max_model_len") is not None:
-        prompt = args["max_model_len"] - answer - ROLE_TOKENS
-    has_limit = prompt is not None
-    return JudgeRequests(prompt or inputs.workload.lengths.longest, answer, args.get("votes", 1), has_limit)
+    found = []
+    for args in (one.args for one in inputs.config.reward.components if one.args.get("service") == service):
+        answer, prompt = args.get("response_length", JUDGE_ANSWER_TOKENS), args.get("prompt_length")
+        if prompt is None and args.get("max_model_len") is not None:
+            prompt = args["max_model_len"] - answer - ROLE_TOKENS
+        longest = prompt or inputs.workload.lengths.longest
+        found.append(JudgeRequests(longest, answer, args.get("votes", 1), has_limit=prompt is not None))
+    return found
 
 
 def judge_engine(inputs: Inputs, service: str) -> EngineSection:

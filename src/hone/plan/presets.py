@@ -87,8 +87,12 @@ def named_config(name: str, folder: Path, key: str) -> Mapping[str, Any]:
     """The keys of its config.json; arguments as `named_architecture`."""
     path = folder / Path(name).expanduser()
     file = path if path.suffix == ".json" else path / "config.json"
-    file = file if file.is_file() else _cached(name)
-    found = _read(file) if file is not None else _known_config(name)
+    if not file.is_file() and name.count("/") == 1:  # a hub name, which may have been downloaded before
+        home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+        hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+        snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
+        file = max(snapshots.glob("*/config.json"), default=file)
+    found = _read(file) if file.is_file() else _known_config(name)
     if found is not None:
         return found
     close = nearest(name.rpartition("/")[2].lower(), known_models(), cutoff=60)
@@ -97,16 +101,6 @@ def named_config(name: str, folder: Path, key: str) -> Mapping[str, Any]:
         f"{key}: the shape of {name} is not known here.{hint} Give a directory with its config.json, or one of: "
         f"{', '.join(known_models())}."
     )
-
-
-def _cached(name: str) -> Path | None:
-    """The config.json of a hub name that was downloaded before."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
-    if name.count("/") != 1:
-        return None
-    found = sorted((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
-    return found[-1] if found else None
 
 
 def _read(file: Path) -> Mapping[str, Any]:

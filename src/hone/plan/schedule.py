@@ -25,10 +25,12 @@ def step_time(inputs: Inputs, pools: Sequence[PoolPlan]) -> StepTime:
     """
     engine = next((pool.engine for pool in pools if pool.engine), None)
     rates, sampler = _rates(inputs, engine), _sampler(inputs, pools)
-    phases, group_s = _rollout(inputs, sampler, rates), _scoring_s(inputs, pools, inputs.workload.group)
-    rolling = generating = phases["rollout"]
+    workload, hardware = inputs.workload, inputs.hardware
+    rolling = time.decode_s(sampler, hardware, rates, workload.lengths, workload.samples, workload.group)
+    rolling += time.prefill_s(sampler, hardware, rates, workload.lengths, workload.prompts)
+    generating, phases, group_s = rolling, {"rollout": rolling}, _scoring_s(inputs, pools, workload.group)
     if group_s is not None:
-        scoring = phases["reward"] = _scoring_s(inputs, pools, inputs.workload.samples) or 0.0
+        scoring = phases["reward"] = _scoring_s(inputs, pools, workload.samples) or 0.0
         # On devices of their own they score while others sample; the last group's score comes when all are sampled.
         apart = not any(pool.engine and pool.judge for pool in pools)
         generating = max(rolling, scoring) + min(group_s, rolling, scoring) if apart else rolling + scoring
@@ -36,16 +38,16 @@ def step_time(inputs: Inputs, pools: Sequence[PoolPlan]) -> StepTime:
     phases |= after
     rest = sum(after.values())
     # Devices of their own that may run ahead, generate while others train.
-    overlaps = not inputs.is_local and not inputs.topology.colocated and inputs.workload.max_staleness > 0
+    overlaps = not inputs.is_local and not inputs.topology.colocated and workload.max_staleness > 0
     return StepTime(
         phases=phases,
         step_s=max(generating, rest) if overlaps else generating + rest,
-        response_tokens=inputs.workload.samples * inputs.workload.lengths.mean_response,
-        samples=inputs.workload.samples,
+        response_tokens=workload.samples * workload.lengths.mean_response,
+        samples=workload.samples,
         useful_flops=_useful_flops(inputs),
-        peak_flops=inputs.topology.num_devices * inputs.hardware.flops(bytes_each(inputs)),
+        peak_flops=inputs.topology.num_devices * hardware.flops(bytes_each(inputs)),
         efficiency=rates,
-        concurrent=time.concurrent_sequences(sampler, inputs.workload.lengths, inputs.workload.group),
+        concurrent=time.concurrent_sequences(sampler, workload.lengths, workload.group),
         group_score_s=group_s,
     )
 
@@ -91,12 +93,6 @@ def _of_engine(engine: EnginePlan | Embedded | EmbeddedJudge | Reader, devices: 
     return Sampler(settings.architecture, replicas, each, settings.max_num_seqs, cache, step, settings.weight_bytes)
 
 
-def _rollout(inputs: Inputs, sampler: Sampler, rates: Efficiency) -> dict[str, float]:
-    workload, hardware = inputs.workload, inputs.hardware
-    decoding = time.decode_s(sampler, hardware, rates, workload.lengths, workload.samples, workload.group)
-    return {"rollout": decoding + time.prefill_s(sampler, hardware, rates, workload.lengths, workload.prompts)}
-
-
 def _scoring_s(inputs: Inputs, pools: Sequence[PoolPlan], samples: int) -> float | None:
     """Seconds in which judges and reward models score so many samples, all at the same time; None: there are none."""
     return max((_scorer_s(inputs, pool.judge, pool.devices, samples) for pool in pools if pool.judge), default=None)
@@ -128,7 +124,7 @@ def _publishing(inputs: Inputs, rates: Efficiency) -> dict[str, float]:
     if not inputs.is_local:
         is_alone = inputs.config.lora.publish == "adapter"
         sent = adapter_of(inputs.architecture, inputs.workload) if is_alone else inputs.architecture.total_parameters
-        return {"publish": time.publish_s(sent, inputs.hardware, rates)}
+        return {"publish": 2 * sent / (inputs.hardware.link * rates.link)}  # in bfloat16, all over one device's link
     if not inputs.workload.max_staleness:
         return {}
     copied = 2 * bytes_each(inputs) * inputs.architecture.total_parameters

@@ -138,7 +138,11 @@ def propose(today: Plan, preset: Preset, *, pinned: frozenset[str] = frozenset()
             "services.NAME.devices. Use safe, recommended or aggressive."
         )
     search = _Search(goal, (1 + goal.slowdown) * today.time.step_s, pinned)
-    starts = [start, *_on_cluster(start, pinned)] if goal.blocks is whole_run else [start]
+    starts = [start]
+    is_free = not any(_is_pinned(key, pinned) for key in CLUSTER)
+    if goal.blocks is whole_run and start.is_local and start.hardware.devices > 1 and is_free:
+        settings = cluster_settings(start)  # all devices instead of one, as far as the rules allow
+        starts += [changed(start, settings)] if settings else []
     best, *others = (search.from_(inputs) for inputs in starts)
     for other in others:
         best = other if other.is_better_than(best) else best
@@ -149,14 +153,6 @@ def propose(today: Plan, preset: Preset, *, pinned: frozenset[str] = frozenset()
         for one, before, after in _written(key, value_of(start.config, key), value)
     ]
     return Proposal(preset, best.plan, tuple(changes))
-
-
-def _on_cluster(start: Inputs, pinned: frozenset[str]) -> Iterator[Inputs]:
-    """A run of one process on all devices instead; as far as the rules allow."""
-    if not start.is_local or start.hardware.devices == 1 or any(_is_pinned(key, pinned) for key in CLUSTER):
-        return
-    if settings := cluster_settings(start):
-        yield changed(start, settings)
 
 
 def _is_pinned(key: str, pinned: frozenset[str]) -> bool:

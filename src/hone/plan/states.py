@@ -94,6 +94,61 @@ class StateLayer:
         """Of one sequence: what the convolution sees, and the recurrent state, which is float32 always."""
         return bytes_each * self.channels * self.kernel + 4 * self.heads * self.key_dim * self.value_dim
 
+    def kept(self, p: int, length: int) -> float:
+        """Bytes per token that one layer's part with states keeps for its backward pass.
+
+        Counted from what autograd saves in Transformers' own PyTorch code; fused kernels of other libraries keep far
+        less. The gated delta rule computes chunks of tokens in float32, whatever the model's precision: five matrices
+        of a chunk by a chunk per head, and copies of queries, keys and values. Mamba 2's state space as well: decays,
+        scores and their product, each a chunk by a chunk per head; five copies of keys and four of values by chunks;
+        states between chunks twice, and of each row one more.
+
+        Args:
+            p: bytes per number of the model's precision.
+            length: tokens of a row.
+        """
+        if self.kind == "convolution":  # two gates and what they gate, the convolution's input and result, the product
+            return 6 * p * self.channels
+        if self.kind == "delta rule":
+            inside = 4 * (5 * self.chunk + 10) * self.heads + 4 * self.key_size * self.value_dim / self.chunk
+            inside += (52 if p == 4 else 32) * self.key_size + (36 if p == 4 else 30) * self.value_size
+            return 2 * p * self.channels + self._filled(length) * inside + 8
+        inside = 4 * ((3 * self.chunk + 3) * self.heads + 5 * self.key_size + 4 * self.value_size)
+        between = 4 * (2 * -(-length // self.chunk) + 1) * self.key_size * self.value_dim / length
+        results = (20 if self.is_normed else 12) * self.value_size
+        if p == 2:
+            results += (-2 if self.is_scaled else 6 * self.is_normed) * self.value_size
+        projected = (4 if self.is_scaled else p) * (self.value_size + self.channels + self.heads)
+        convolved = (8 if p == 4 or self.is_scaled else 2) * self.channels
+        return self._filled(length) * inside + between + results + projected + convolved + 12 * self.heads + 16
+
+    def added_backward(self, p: int, length: int) -> float:
+        """Bytes per token that its backward pass adds at its most to what is kept; arguments as `kept`."""
+        if self.kind == "convolution":
+            return 5 * p * self.channels
+        if self.kind == "delta rule":
+            return self._filled(length) * 4 * (4 * self.chunk * self.heads + 5 * self.key_size)
+        # Either what follows the products of chunks goes backward, or the decays inside a chunk, when that is used up.
+        states = self.key_size * self.value_dim / self.chunk
+        late, early = 1.5 * self.chunk * self.heads, 2 * self.key_size + 2 * states + 2.5 * self.value_size
+        return self._filled(length) * 4 * max(early, late)
+
+    def forward(self, p: int, length: int) -> float:
+        """Bytes per token alive at once inside it without gradients; arguments as `kept`."""
+        if self.kind == "convolution":
+            return 6 * p * self.channels
+        if self.kind == "delta rule":
+            inside = 4 * (4 * self.chunk * self.heads + 6 * self.key_size + 4 * self.value_size)
+            return p * (2 * self.channels + self.value_size) + self._filled(length) * inside
+        states = self.key_size * self.value_dim / self.chunk
+        inside = 4 * (3 * self.chunk * self.heads + 3 * self.key_size + 7 * self.value_size + 2 * states)
+        each = 4 if self.is_scaled else p
+        return each * (2 * self.channels + self.value_size) + self._filled(length) * inside
+
+    def _filled(self, length: int) -> float:
+        """Tokens of a row that is filled up to whole chunks, over its own."""
+        return -(-length // self.chunk) * self.chunk / length
+
 
 def layer_types(family: str, get: Callable[..., Any], layers: int) -> list[str]:
     """Names of a model's layers in order, as its class fills them in where config.json does not have them.
@@ -123,17 +178,12 @@ def state_layer(family: str, number: Callable[[str], int], get: Callable[..., An
         get: a key's value, or the second argument.
     """
     if family == "lfm2":
-        return _convolution(number, bool(get("conv_bias", False)))
+        h, kernel, is_biased = number("hidden_size"), number("conv_L_cache"), bool(get("conv_bias", False))
+        linear = ("in_proj", h, 3 * h), ("out_proj", h, h)
+        return StateLayer("convolution", linear, h * kernel + 5 * h * is_biased, channels=h, kernel=kernel)
     if family in STATE_SPACES:
         return _state_space(family, number, get)
     return _delta_rule(number, is_fused=family == "qwen3_next")
-
-
-def _convolution(number: Callable[[str], int], has_bias: bool) -> StateLayer:
-    """The gated short convolution of LFM2."""
-    h, kernel = number("hidden_size"), number("conv_L_cache")
-    linear = ("in_proj", h, 3 * h), ("out_proj", h, h)
-    return StateLayer("convolution", linear, h * kernel + 5 * h * has_bias, channels=h, kernel=kernel)
 
 
 def _delta_rule(number: Callable[[str], int], *, is_fused: bool) -> StateLayer:

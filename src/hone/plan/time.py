@@ -114,7 +114,8 @@ class StepTime:
 def forward_flops(arch: Architecture, tokens: float, mean_context: float, *, logit_tokens: float) -> float:
     """Operations of one forward pass: two per parameter and token, attention, and logits of `logit_tokens`."""
     output = arch.vocab * arch.hidden
-    body = 2 * (arch.matrix_parameters - output) * tokens
+    multiplied = arch.active_parameters - (0 if arch.tied else output)
+    body = 2 * (multiplied - output) * tokens
     attention = 4 * arch.attention_layers * arch.q_size * mean_context * tokens
     return body + attention + 2 * output * logit_tokens
 
@@ -244,29 +245,19 @@ def update_s(
     again += 2 * output * logit_tokens
     flops_s = hardware.flops(learner.bytes_each) * rates.training_flops
     arithmetic = (3 * flops + again) / (learner.devices * flops_s)
-    moved = max(arithmetic, learner.microbatches * gathering_s(learner, hardware, rates))
-    return moved + _reducing_s(learner, hardware, rates, tokens) + learner.microbatches * rates.microbatch_overhead_s
-
-
-def gathering_s(learner: LearnerTime, hardware: Hardware, rates: Efficiency) -> float:
-    """Seconds in which one microbatch's weights are gathered twice (2 B each) and gradients reduced (4 B)."""
-    if learner.devices == 1:
-        return 0.0
-    count = learner.architecture.total_parameters / learner.tensor_parallel
-    seconds = 8 * count / (hardware.link * rates.link)
-    if learner.offloaded:  # this device's share of weights comes from the host, and of gradients goes there
-        seconds = max(seconds, 8 * count / learner.devices / (hardware.host_link * rates.link))
-    return seconds
-
-
-def _reducing_s(learner: LearnerTime, hardware: Hardware, rates: Efficiency, tokens: float) -> float:
-    """Seconds of tensor parallelism's all-reduces: two per layer forward, two backward, of the residual stream."""
-    ways, arch = learner.tensor_parallel, learner.architecture
-    if ways == 1:
-        return 0.0
-    tokens_each = tokens * ways / learner.devices
-    moved = 4 * arch.layers * 2 * arch.hidden * tokens_each * 2 * (ways - 1) / ways
-    return moved / (hardware.link * rates.link)
+    link, host_link = hardware.link * rates.link, hardware.host_link * rates.link
+    gathering = 0.0
+    if learner.devices > 1:  # a microbatch gathers weights twice (2 B each) and reduces gradients (4 B)
+        moved = 8 * learner.architecture.total_parameters / learner.tensor_parallel
+        gathering = moved / link
+        if learner.offloaded:  # this device's share of weights comes from the host, and of gradients goes there
+            gathering = max(gathering, moved / learner.devices / host_link)
+    reducing, ways = 0.0, learner.tensor_parallel
+    if ways > 1:  # two all-reduces per layer forward, two backward, of the residual stream
+        arch, tokens_each = learner.architecture, tokens * ways / learner.devices
+        reducing = 4 * arch.layers * 2 * arch.hidden * tokens_each * 2 * (ways - 1) / ways / link
+    overhead = learner.microbatches * rates.microbatch_overhead_s
+    return max(arithmetic, learner.microbatches * gathering) + reducing + overhead
 
 
 def optimizer_s(learner: LearnerTime, hardware: Hardware, rates: Efficiency) -> float:
@@ -275,8 +266,3 @@ def optimizer_s(learner: LearnerTime, hardware: Hardware, rates: Efficiency) -> 
     bandwidth = hardware.host_link * rates.link if learner.offloaded else hardware.bandwidth * rates.decode_bandwidth
     visits = 16 * learner.trained_parameters / learner.devices / (hardware.host_link * rates.link)
     return moved / bandwidth + (visits if learner.visiting and not learner.offloaded else 0.0)
-
-
-def publish_s(parameters: int, hardware: Hardware, rates: Efficiency) -> float:
-    """Seconds until the engines have so many new bfloat16 weights, all of them over one device's link."""
-    return 2 * parameters / (hardware.link * rates.link)

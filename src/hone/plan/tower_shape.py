@@ -81,24 +81,17 @@ def _tile_tower(config: Mapping[str, Any], source: str) -> Tower:
     if not isinstance(out, int):
         raise DataError(f"{source}: text_config.hidden_size must be a whole number; it is needed to plan.")
     hidden, inner, depth = (keys[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    tile, patch = (_first(keys.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
+    sides = keys.get("image_size", 448), keys.get("patch_size", 14)
+    tile, patch = (int(side[0] if isinstance(side, list | tuple) else side) for side in sides)
     merged, values = round(1 / config.get("downsample_ratio", 0.5)) ** 2, 3 * patch**2
     norm = hidden if keys.get("norm_type") == "rms_norm" else 2 * hidden
-    count = (values + 1) * hidden + hidden + depth * _tile_block(keys, hidden, inner, norm)
+    attention = 4 * hidden * hidden + hidden + (3 * hidden if keys.get("attention_bias") else 0)
+    attention += 2 * hidden if keys.get("use_qk_norm") else 0
+    block = attention + 2 * hidden * inner + inner + hidden + 2 * norm + 2 * hidden  # the last: scales of both parts
+    count = (values + 1) * hidden + hidden + depth * block
     if keys.get("use_absolute_position_embeddings", True):
         count += ((tile // patch) ** 2 + 1) * hidden
     count += 0 if keys.get("use_mean_pooling", True) else 2 * hidden
     count += hidden if keys.get("use_mask_token") else 0
     count += 2 * merged * hidden + merged * hidden * out + out + out * out + out
     return Tower("internvl", count, depth, hidden, inner, patch, merged, values, out)
-
-
-def _tile_block(keys: Mapping[str, Any], hidden: int, inner: int, norm: int) -> int:
-    """Parameters of one block: attention, feed-forward layers, norms and the scales of both."""
-    attention = 4 * hidden * hidden + hidden + (3 * hidden if keys.get("attention_bias") else 0)
-    between = 2 * hidden if keys.get("use_qk_norm") else 0
-    return attention + between + 2 * hidden * inner + inner + hidden + 2 * norm + 2 * hidden
-
-
-def _first(value: Any) -> int:
-    return int(value[0] if isinstance(value, list | tuple) else value)

@@ -52,17 +52,11 @@ class Lengths:
         limit, mean = float(self.max_response), min(self.mean_response, self.max_response)
         if mean >= 0.98 * limit:
             return [limit] * count
-        scale = _scale_of_cut_exponential(mean, limit)
-        return [min(limit, -scale * math.log1p(-(i + 0.5) / count)) for i in range(count)]
-
-
-def _scale_of_cut_exponential(mean: float, limit: float) -> float:
-    """Scale s with s (1 - exp(-limit / s)) = mean, by bisection."""
-    low, high = mean, 1e4 * limit
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if middle * -math.expm1(-limit / middle) < mean else (low, middle)
-    return low
+        low, high = mean, 1e4 * limit  # of the scale s with s (1 - exp(-limit / s)) = mean
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if middle * -math.expm1(-limit / middle) < mean else (low, middle)
+        return [min(limit, -low * math.log1p(-(i + 0.5) / count)) for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
