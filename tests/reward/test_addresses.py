@@ -2,7 +2,7 @@
 
 import pytest
 
-from hone.reward.client import address_of
+from hone.reward.args import address_of
 from hone.reward.http import Address
 
 REPLICAS = Address(("http://a:1", "http://b:2"), "made by the run")

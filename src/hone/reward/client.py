@@ -23,19 +23,17 @@ from typing import Any, Self
 
 from hone.config.run import Section, key
 from hone.errors import RewardError
-from hone.reward.args import settings_of
+from hone.reward.args import address_of, settings_of
 from hone.reward.http import (
     FIRST_BACKOFF_S,
-    Address,
     Addresses,
     Counts,
     Endpoints,
     Refused,
     RetryingCall,
     Unavailable,
-    token_from,
 )
-from hone.reward.resolve import Unusable, did_you_mean
+from hone.reward.resolve import Unusable
 from hone.reward.shown import ShownPictures
 from hone.reward.signature import ScoreSample, all_faulty
 from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, request_parts, score_of
@@ -206,24 +204,6 @@ class ServiceReward:
         if anew := [result.elapsed_ms / 1000 for result in reply.results if not result.cached]:
             self._item_s += (sum(anew) / len(anew) - self._item_s) / 2
         return reply.results
-
-
-def address_of(
-    url: str | Sequence[str] | None, service: str | None, token_env: str | None, services: Addresses
-) -> Address:
-    """Where args say that a service is, and what it is shown. Raises ValueError unless exactly one of `url` and
-    `service` says where, and for a token that is not there."""
-    if (url is None) == (service is None):
-        raise ValueError("give either url or service")
-    token = token_from(token_env, "token_env")
-    if service is None:
-        return Address((url,) if isinstance(url, str) else tuple(url or ()), token)
-    if service not in services:
-        named = f" The run file's: {', '.join(services)}." if services else " The run file has no `services`."
-        raise ValueError(f"no service {service!r}.{did_you_mean(service, services)}{named}")
-    found = services[service]
-    found = Address((found,)) if isinstance(found, str) else found
-    return replace(found, token=token or found.token)
 
 
 def _unsendable(group: Group, error: ValueError) -> tuple[Score, ...]:

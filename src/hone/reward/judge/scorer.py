@@ -19,8 +19,7 @@ from statistics import fmean, pstdev
 from types import MappingProxyType
 from typing import Any, Self
 
-from hone.reward.args import settings_of
-from hone.reward.client import address_of
+from hone.reward.args import address_of, settings_of
 from hone.reward.http import Addresses, Counts
 from hone.reward.judge.asking import REFUSED, Asker, EngineFigures, Traffic, Vote
 from hone.reward.judge.guard import FLAGS, Canaries, Flag, flags_of
