@@ -83,17 +83,14 @@ class _Gathered(torch.autograd.Function):
         return grads[0][ctx.rows], None, None
 
 
-def exchanged(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+class Exchanged(torch.autograd.Function):
     """(sum of `receive`, ...) rows that the ranks send to this one, in their order.
 
     Args:
         x: (sum of `send`, ...) rows for rank 0, then for rank 1, ...
         send, receive: how many rows go to each rank, and come from it.
     """
-    return _Exchanged.apply(x, send, receive, group)
 
-
-class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group

@@ -120,8 +120,15 @@ def _mask_around(base: str) -> Callable[..., Any]:
     plain: Any = AttentionMaskInterface()[base]
     truths: Any = AttentionMaskInterface()["sdpa"]
 
-    def of_rows(arguments: dict[str, Any]) -> Any:
-        """As the class has it, without a look at the mask's numbers: what it would find is known."""
+    def mask(*, local_size: int | None = None, use_vmap: bool = False, **arguments: Any) -> Any:
+        if _current.attend is not None:
+            if use_vmap:  # the class brings a mask function of its own
+                raise DataError("model: a class whose masks are not causal cannot be computed over a layout.")
+            return LayoutMask(_current.attend, local_size)
+        arguments["local_size"] = local_size
+        if _current.has_padding is None or use_vmap:
+            return plain(use_vmap=use_vmap, **arguments)
+        # As the class has it, without a look at the mask's numbers: what it would find is known.
         if not _current.has_padding:
             arguments["attention_mask"] = None
         elif base == "sdpa":
@@ -131,15 +138,6 @@ def _mask_around(base: str) -> Callable[..., Any]:
         dtype = arguments.pop("dtype")
         seen = truths(**arguments | {"allow_is_causal_skip": False})
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
-
-    def mask(*, local_size: int | None = None, use_vmap: bool = False, **arguments: Any) -> Any:
-        if _current.attend is None and _current.has_padding is not None and not use_vmap:
-            return of_rows({"local_size": local_size, **arguments})
-        if _current.attend is None:
-            return plain(local_size=local_size, use_vmap=use_vmap, **arguments)
-        if use_vmap:  # the class brings a mask function of its own
-            raise DataError("model: a class whose masks are not causal cannot be computed over a layout.")
-        return LayoutMask(_current.attend, local_size)
 
     return mask
 

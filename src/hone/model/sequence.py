@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.model.attention import shared_prompt_attention
-from hone.model.collectives import exchanged, gathered, share
+from hone.model.collectives import Exchanged, gathered, share
 from hone.model.layout import Layout, filled
 from hone.model.ring import ring_attention, ring_order
 from hone.ragged import Ints
@@ -153,7 +153,7 @@ def _dealing(
 
     def dealt(hidden_W: Tensor) -> Tensor:
         rows = hidden_W.index_select(0, on_device[1])
-        return exchanged(rows, send, receive, group).index_select(0, on_device[2])
+        return Exchanged.apply(rows, send, receive, group).index_select(0, on_device[2])
 
     return on_device[0], dealt
 

@@ -284,27 +284,24 @@ class DecoderStepper:
         branch_R, longest = before + returning_C, max(int(length_R.max()), int(self._length_C.max()))
         self._reserve_responses(round_size(len(self._length_C)), columns_for(longest), live=before)
         hidden_RH = self._prompt_hidden_NH.new_empty(len(begun), self._model.hidden_size)
+        device = hidden_RH.device
         left = np.argsort(length_R, kind="stable")  # less padding in each chunk
         while len(left):
             size = max(1, self._prefill_tokens // int(length_R[left[-1]]))
             left, chunk = left[:-size], left[-size:]
-            chunk_on_device = upload(chunk, hidden_RH.device)
-            hidden_RH[chunk_on_device] = self._read_responses(branch_R[chunk], [begun[r] for r in chunk])
+            tokens_X = np.concatenate([begun[r] for r in chunk], dtype=np.int64)
+            position_X = np.concatenate([np.arange(length) for length in length_R[chunk]])
+            row_X = np.repeat(np.arange(len(chunk)), length_R[chunk])
+            slot_K = self._slot_C[branch_R[chunk]]
+            prompt_length_K = self._prompt_length_N[slot_K]
+            hidden_RH[upload(chunk, device)] = self._model(
+                upload(filled(tokens_X), device),
+                upload(filled(prompt_length_K[row_X] + position_X), device),
+                response_attention(self._store, slot_K, branch_R[chunk], prompt_length_K, row_X, position_X),
+                upload(length_R[chunk].cumsum() - 1, device),
+            )
         self._length_C[branch_R] = length_R
         return hidden_RH
-
-    def _read_responses(self, branch_R: np.ndarray, begun: list[TokenIds]) -> Tensor:
-        device, length_R = self._prompt_hidden_NH.device, np.array([len(tokens) for tokens in begun])
-        position_X = np.concatenate([np.arange(length) for length in length_R])
-        row_X = np.repeat(np.arange(len(begun)), length_R)
-        slot_R = self._slot_C[branch_R]
-        prompt_length_R = self._prompt_length_N[slot_R]
-        return self._model(
-            upload(filled(np.concatenate(begun, dtype=np.int64)), device),
-            upload(filled(prompt_length_R[row_X] + position_X), device),
-            response_attention(self._store, slot_R, branch_R, prompt_length_R, row_X, position_X),
-            upload(length_R.cumsum() - 1, device),
-        )
 
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
         order = np.arange(count)

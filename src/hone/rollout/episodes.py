@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hone.data.pack import unrecorded
 from hone.errors import DataError
 from hone.rollout.engine import Engine, OnSample, Request
-from hone.rollout.env import Episode, Observation, episode_seed
+from hone.rollout.env import Episode, episode_seed
 from hone.rollout.env_pool import EnvironmentFault, EnvironmentPool, EpisodeHandle
 from hone.runtime.processes import together
 from hone.runtime.user_code import describe
@@ -172,26 +172,22 @@ class SampleBuilder:
         try:
             said = await self.environment.step(self._texts[-1])
             self._turns[-1] = replace(self._turns[-1], reward=said.reward, metrics=said.metrics)
-            return not is_last and self._append_observation(said)
+            if is_last or said.text is None:
+                return False
+            token_ids = self._encode(said.text)
+            count = len(token_ids)
+            if len(self._token_ids) + count >= self._request.sampling.max_tokens:  # no room for the policy after it
+                self._finish_reason = "length"
+                return False
+            versions = (VersionSpan(self._versions[-1].version, count),)
+            self._append(np.array(token_ids, np.int32), np.zeros(count, np.float32), versions, written=False)
+            self._texts.append(said.text)
+            return True
         except EnvironmentFault as fault:
             self._fault = str(fault)
         except DataError as error:
             self._fault = f"gave a text without tokens: {describe(error)}"
         return False
-
-    def _append_observation(self, said: Observation) -> bool:
-        """False when the episode is over, or no room is left for a token of the policy after this text."""
-        if said.text is None:
-            return False
-        token_ids = self._encode(said.text)
-        if len(self._token_ids) + len(token_ids) >= self._request.sampling.max_tokens:
-            self._finish_reason = "length"
-            return False
-        count = len(token_ids)
-        versions = (VersionSpan(self._versions[-1].version, count),)
-        self._append(np.array(token_ids, np.int32), np.zeros(count, np.float32), versions, written=False)
-        self._texts.append(said.text)
-        return True
 
     def next_request(self) -> Request:
         """The sample's next turn: everything so far is its prompt, randomness continues where it was."""
