@@ -146,17 +146,19 @@ def test_the_loss_is_found_among_what_happened_together():
     assert lost_process(ExceptionGroup("a", [OSError("gone")])) is None
 
 
-def test_a_stop_while_it_waits_ends_it():
+@pytest.mark.parametrize("wait_s", [600.0, 0.0])  # with 0, the stop comes as the wait ends
+def test_a_stop_while_it_waits_ends_it(wait_s):
     async def run():
         stop, attempts = asyncio.Event(), []
 
         async def attempt(saved, ready):
             ready()
             attempts.append(1)
+            asyncio.get_running_loop().call_soon(stop.set)
             raise ClusterError("rank 0 died.")
 
-        options = {"newest": lambda: None, "observer": Told(), "restarts": Restarts(3), "stop": stop}
-        asyncio.get_running_loop().call_later(0.1, stop.set)
+        restarts = Restarts(3, first_wait_s=wait_s)
+        options = {"newest": lambda: None, "observer": Told(), "restarts": restarts, "stop": stop}
         await asyncio.wait_for(run_with_restarts(attempt, None, **options), 30)
         return attempts
 

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -330,12 +330,11 @@ async def run_with_restarts(
         count = f"{restarts.count} of {restarts.bound} an hour"
         observer.warn(f"{lost} Started again in {wait_s:g} s from {where} ({count})")
         observer.rewind(saved.progress.position if saved else first)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await stop.wait()
+        if stop.is_set():  # perhaps at the end of the wait
             return
-        except TimeoutError:
-            continue
 
 
 def lost_process(error: BaseException) -> ClusterError | None:
