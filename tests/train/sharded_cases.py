@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from cases import VOCAB, algorithm_of, make_batch, make_groups, make_model
+from moe_models import moe_model
 from torch import Tensor
 
 from hone.config.run import Checkpointing, LoraSection, OptimizerSection
@@ -32,6 +33,8 @@ class Case:
     algorithm: str = "grpo"
     implementation: Literal["hone", "transformers"] = "hone"
     vocab_size: int = VOCAB
+    experts: tuple[str, Mapping[str, int]] | None = None
+    """A mixture of experts instead: its architecture, and what differs from the sizes of `moe_models`."""
     precision: Literal["float32", "bfloat16", "float64"] = "float64"
     tokens_per_microbatch: int = 30
     updates: int = 1
@@ -102,7 +105,12 @@ def trained(case: Case, *, alone: bool = False) -> Found:
 def alone_or_sharded(case: Case, needs: frozenset[str], *, alone: bool) -> Roles:
     """The trainer of a case."""
     dtype = torch.promote_types(getattr(torch, case.precision), torch.float32)
-    model = make_model(dtype=dtype, implementation=case.implementation, vocab_size=case.vocab_size)
+    if case.experts:
+        architecture, sizes = case.experts
+        model = moe_model(architecture, experts_implementation="eager", **sizes)  # grouped products take few sizes
+        model.to(dtype)
+    else:
+        model = make_model(dtype=dtype, implementation=case.implementation, vocab_size=case.vocab_size)
     model.checkpointing = "none" if alone else case.checkpointing
     if case.implementation == "transformers":  # weights that are no parameters, as some classes' routers have them
         model.hf.register_buffer(CONSTANT, torch.ones(3, dtype=dtype))

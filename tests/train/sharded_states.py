@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from cases import algorithm_of, make_batch, make_groups
 from gang import Gang
 from sharded_cases import Case, alone_or_sharded
 from torch import Tensor
 
+from hone.model.load import hf_folder
 from hone.train.roles import Roles
 from hone.train.tensor_files import FileFacts, HostCopies, LiveSnapshot, SavedTensors, Snapshot
 
@@ -61,6 +64,19 @@ def restore(tensors: SavedTensors, rest: dict[str, Any]) -> bool:
 
 def masters() -> dict[str, Tensor]:
     return dict(trainer().master_weights())
+
+
+def fingerprint() -> str:
+    return trainer().fingerprint()
+
+
+def exported() -> dict[str, bytes]:
+    """The files of a Hugging Face directory; each rank writes one, for all gather every weight."""
+    with TemporaryDirectory() as name:
+        folder = Path(name) / "hf"
+        with hf_folder(folder, trainer().hf_config, dtype=torch.float32) as aside:
+            trainer().write_weights(aside, torch.float32)
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 class Here:

@@ -1,4 +1,4 @@
-"""Mixtures of experts on two ranks: sharded and published by expert, replayed and balanced as in one process."""
+"""Mixtures of experts on two ranks: sharded, published by expert, replayed and balanced as in one process."""
 
 from dataclasses import replace
 

@@ -1,20 +1,22 @@
 """Ranks save what each has of the state, and go on from it: the same ones bit for bit, others with every number."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from gang import Gang
 from sharded_cases import Case
-from sharded_states import Here, copy_state, make, masters, restore, snapshot, update
+from sharded_states import Here, copy_state, exported, fingerprint, make, masters, restore, snapshot, update
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from hone.errors import CheckpointError
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
 from hone.types import Progress
 
-pytestmark = pytest.mark.slow("groups of one, two and four ranks")
+pytestmark = pytest.mark.slow("groups of one to four ranks")
 
 
 def save(ranks, folder: Path, step: int = 1) -> SavedCheckpoint:
@@ -31,6 +33,13 @@ def assert_same_tensors(ours: SavedCheckpoint, theirs: SavedCheckpoint) -> None:
         assert torch.equal(tensor, theirs.tensors[name]), name
 
 
+THREE = Case(experts=("qwen3_moe", {"num_experts": 3}))
+"""Two and four ranks have some rows of each expert's matrices."""
+ODD = Case(experts=("qwen3_moe", {"num_experts": 3, "hidden_size": 63, "moe_intermediate_size": 33}))
+"""Where rows do not come out even, two ranks have two experts and one, and of four the last has none."""
+UNSPLIT = Case(experts=("gpt_oss", {"num_local_experts": 3}))
+"""A checkpoint has its stacks as they are, and biases beside them."""
+
 LAYOUTS = [
     pytest.param(Case(), id="shards"),
     pytest.param(Case(precision="bfloat16"), id="bfloat16"),
@@ -41,6 +50,9 @@ LAYOUTS = [
     pytest.param(Case(lora=True), id="adapter"),
     pytest.param(Case(offload=("parameters",)), id="offload"),
     pytest.param(Case("ppo", options={"reference_refresh_every": 2}), id="critic"),
+    pytest.param(THREE, id="rows of experts"),
+    pytest.param(ODD, id="rows of experts, and experts"),
+    pytest.param(UNSPLIT, id="stacks of experts"),
 ]
 
 
@@ -77,33 +89,78 @@ def test_other_ranks_hold_every_number_of_it(pair, tmp_path, case):
         assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=bound)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"shard": 2, "tensor_parallel": 2}, {"sequence_parallel": 2}])
-def test_two_ranks_then_one_then_four(pair, four, tmp_path, mesh):
-    pair(make, Case())
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [
+        pytest.param(Case(), {}, id="shards"),
+        pytest.param(Case(), {"shard": 2}, id="replicas of shards"),
+        pytest.param(Case(), {"shard": 2, "tensor_parallel": 2}, id="tensor parallel"),
+        pytest.param(Case(), {"sequence_parallel": 2}, id="sequence parallel"),
+        pytest.param(THREE, {}, id="rows of experts"),
+        pytest.param(THREE, {"shard": 2}, id="replicas of rows of experts"),
+        pytest.param(ODD, {}, id="rows of experts, and experts"),
+        pytest.param(UNSPLIT, {}, id="stacks of experts"),
+    ],
+)
+def test_two_ranks_then_one_then_four(pair, four, tmp_path, case, mesh):
+    pair(make, case)
     pair(update, 0)
     two = save(pair, tmp_path / "two")
-    make(Case(), alone=True)
+    make(case, alone=True)
     restore(two.tensors, two.rest)
     one = save(Here(), tmp_path / "one")
-    four(make, Case(mesh=mesh))
+    four(make, replace(case, mesh=mesh))
     four(restore, one.tensors, one.rest)
     again = save(four, tmp_path / "four")
     assert_same_tensors(two, one)
     assert_same_tensors(again, one)
+    for ranks in (pair, four):
+        assert {*ranks(fingerprint)} == {fingerprint()}, "engines get the same weights"
+        assert all(files == exported() for files in ranks(exported))
     assert len(list(again.path.glob("tensors-*-of-00004.safetensors"))) == 4
     pair(restore, again.tensors, again.rest)
     (expected, *_), (found, *_) = update(1), pair(update, 1)[0]
     assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"shard": 1}, {"tensor_parallel": 2}])
-def test_every_number_is_written_once(pair, tmp_path, mesh):
-    pair(make, Case(mesh=mesh))
+def test_a_rank_has_the_end_of_one_matrix_of_an_expert_and_the_beginning_of_the_next(pair, tmp_path):
+    """The second of three ranks has the last third of the rows of gate_proj and the first of up_proj."""
+    case = Case(experts=("qwen3_moe", {"hidden_size": 66, "moe_intermediate_size": 33}))
+    with contextlib.closing(Gang(3)) as three:
+        three(make, case)
+        three(update, 0)
+        divided = save(three, tmp_path / "divided")
+        make(case, alone=True)
+        restore(divided.tensors, divided.rest)
+        assert_same_tensors(divided, save(Here(), tmp_path / "alone"))
+        assert all(files == exported() for files in three(exported))
+        pair(make, case)
+        pair(restore, divided.tensors, divided.rest)
+        again = save(pair, tmp_path / "again")
+        assert_same_tensors(again, divided)
+        three(make, case)
+        three(restore, again.tensors, again.rest)
+        (expected, *_), (found, *_) = update(1), three(update, 1)[0]
+        assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(), id="shards"),
+        pytest.param(Case(mesh={"shard": 1}), id="replicas"),
+        pytest.param(Case(mesh={"tensor_parallel": 2}), id="tensor parallel"),
+        pytest.param(THREE, id="rows of experts"),
+        pytest.param(ODD, id="rows of experts, and experts"),
+    ],
+)
+def test_every_number_is_written_once(pair, tmp_path, case):
+    pair(make, case)
     sizes = [size for size, _ in pair(copy_state)]
-    make(Case(), alone=True)
+    make(case, alone=True)
     whole = snapshot(Here()).num_bytes
     assert sum(sizes) == whole
-    if mesh != {"shard": 1}:
+    if case.mesh != {"shard": 1}:
         assert max(sizes) < 0.6 * whole, "and each rank writes its part"
 
 

@@ -78,10 +78,11 @@ def share_of(place: WeightPart, parameter: DTensor, mesh: Mesh, local: Tensor) -
         return Share(local.detach(), offset, is_written=is_first and local.numel() > 0)
     first = place.offset // math.prod(parameter.shape[1:])
     if place.size[1:] != parameter.shape[1:]:  # some rows of one of its matrices, such as half an expert
-        assert place.size[1:] == parameter.shape[2:], f"{place.parameter} is divided into something else than rows"
         is_here = offset[0] <= first < offset[0] + shape[0]
         local = local[first - offset[0]] if is_here else local.new_empty(0, *parameter.shape[2:])
         first = place.offset % math.prod(parameter.shape[1:]) // math.prod(parameter.shape[2:])
+        are_rows = place.size[1:] == parameter.shape[2:] and first + place.size[0] <= parameter.shape[1]
+        assert are_rows, f"{place.parameter} is divided into something else than rows"
         shape, offset = shape[1:], offset[1:]
     begin, end = max(offset[0], first), min(offset[0] + shape[0], first + place.size[0])
     rows = local.detach()[begin - offset[0] : max(begin, end) - offset[0]]
