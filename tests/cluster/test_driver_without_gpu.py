@@ -43,9 +43,9 @@ def test_it_starts_a_run_on_the_cluster_s_gpus(monkeypatch, loaded):
     def load_tokenizer(*_):
         raise Reached
 
-    real_place = stages.placed
+    real_place = stages.topology_on
     monkeypatch.setattr(services, "machines_of", lambda cluster: MACHINES)
-    monkeypatch.setattr(stages, "placed", place)
+    monkeypatch.setattr(stages, "topology_on", place)
     monkeypatch.setattr(stages, "load_tokenizer", load_tokenizer)
     with pytest.raises(Reached):
         stages.train(loaded)

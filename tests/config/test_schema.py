@@ -116,6 +116,11 @@ def _reads(path: Path) -> set[tuple[str, str]]:
                 section = known.get(_last_name(value) or "")
                 if section and (name := _last_name(target)):
                     known[name] = section
+        if isinstance(node, ast.For) and isinstance(node.target, ast.Tuple):  # over the items of a mapping of sections
+            mapping = getattr(getattr(node.iter, "func", None), "value", None)
+            section = known.get(_last_name(mapping) or "")
+            if section and (name := _last_name(node.target.elts[-1])):
+                known[name] = section
     fields = {section.__name__: section.model_fields for section in schema.all_sections().values()}
     found = set()
     for node in ast.walk(tree):

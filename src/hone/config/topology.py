@@ -157,7 +157,8 @@ def topology_of(config: RunConfig, devices_per_node: int | None = None) -> Topol
         each = cluster.devices_per_node or devices_per_node or -(-max(devices_asked_for(config), 1) // cluster.nodes)
         machines = _Machines(cluster.nodes, each, len(service_devices(config)))
     most: tuple[Role, ...] = tuple(role for role in ROLES if role != "judge")
-    wanted = cluster.pools or {DEFAULT_POOL: PoolSection(devices=max(machines.devices, 1), roles=most)}
+    default = PoolSection(devices=max(machines.devices, 1), roles=most)
+    wanted: dict[str, PoolSection] = cluster.pools or {DEFAULT_POOL: default}
     needed = needed_roles(config) | optional_roles(config)
     devices = count()  # what is asked for and not there is counted too
     pools: list[Pool] = []

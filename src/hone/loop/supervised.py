@@ -64,9 +64,9 @@ def imitation_rows(
     return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest, cache=cache, sample=sample)
 
 
-def imitation_steps(settings: SftSection, num_rows: int) -> int:
+def imitation_steps(sft: SftSection, num_rows: int) -> int:
     """Optimizer steps of the whole stage."""
-    return math.ceil(settings.epochs * num_rows / settings.rows_per_step)
+    return math.ceil(sft.epochs * num_rows / sft.rows_per_step)
 
 
 async def train_sft(run: SftRun) -> None:
@@ -130,9 +130,9 @@ class RewardModelRun(Stage[PairLearner]):
     held_out: Sequence[PreferencePair]
 
 
-def preference_steps(settings: PreferenceSection, num_pairs: int) -> int:
+def preference_steps(rm: PreferenceSection, num_pairs: int) -> int:
     """Optimizer steps of the whole stage."""
-    return math.ceil(settings.epochs * num_pairs / settings.pairs_per_step)
+    return math.ceil(rm.epochs * num_pairs / rm.pairs_per_step)
 
 
 async def train_reward_model(run: RewardModelRun) -> None:
