@@ -33,8 +33,8 @@ from hone.types import Batch, Group, Prompt
 MEASURED_FIRST, MEASURED_EVERY, MEASURED_SHARE = 10, 10, 16
 """Updates whose `Movement` is measured, and the share of their prompts, 1 in so many."""
 
-STARTED_AT_ONCE = 32
-"""Groups that start in one pass of the event loop, which nothing else can use meanwhile."""
+GROUPS_AT_ONCE = 32
+"""Groups that start or are freed in one pass of the event loop, which nothing else can use meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ async def _train(run: PolicyRun) -> None:
             progress.next_prompt = finished[-1].group.prompt.index + 1
             progress.reward_fingerprints = run.rewards.fingerprints()
             run.log_trained([f.group for f in finished])
+            await forget(finished)
             with run.observer.work("trainer", "publish"):
                 await run.publish()
             metrics |= depths | {"time/generate_s": generated - started, "time/reward_s": taken - generated}
@@ -132,8 +133,16 @@ async def produce(run: PolicyRun, buffer: GroupBuffer[Finished], tasks: asyncio.
     for count in itertools.count(1):
         await buffer.reserve()  # before the next prompt is chosen, which may depend on the pass rates of this moment
         buffer.add(tasks.create_task(generate_and_score(run, next(prompts))))
-        if count % STARTED_AT_ONCE == 0:  # engines still wait for all: each pass of the event loop brings more
+        if count % GROUPS_AT_ONCE == 0:  # engines still wait for all: each pass of the event loop brings more
             await asyncio.sleep(0)
+
+
+async def forget(finished: list[Finished]) -> None:
+    """Free what an update trained on before the next groups come, a few groups at a time: for millions of tokens that
+    takes longer than the event loop may stand still."""
+    while finished:
+        del finished[-GROUPS_AT_ONCE:]
+        await asyncio.sleep(0)
 
 
 async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
@@ -180,8 +189,9 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
     with run.observer.work("trainer", "train"):
         await run.offload_others()  # until the weights are published; what follows has the devices to itself
         batch, learned = await run.in_compute_thread(collate_and_learn, run, groups)
-    sampled = await run.in_compute_thread(measure_and_record, run, groups, dropped, batch)
-    return sampled | metrics | learned
+    recorded = run.in_compute_thread(measure_and_record, run, groups, dropped, batch)
+    del batch  # the thread frees it, for the same reason as in `forget`
+    return await recorded | metrics | learned
 
 
 def collate_and_learn(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:

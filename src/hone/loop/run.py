@@ -73,8 +73,8 @@ class Stage(Generic[AnyTrainer]):
     writing: asyncio.Task[None] | None = field(default=None, init=False)
     """The checkpoint that is being written in the background."""
 
-    async def in_compute_thread(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.compute, work, *args)
+    def in_compute_thread(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self.compute, work, *args)
 
     async def save(self) -> None:
         """Write a checkpoint of this very moment; after the one before, if that is still on its way.
