@@ -95,7 +95,7 @@ def test_one_death_too_many_ends_the_run_and_leaves_its_checkpoint(dying, uninte
     assert audit_file(tmp_path / "run" / "events.jsonl").counts["stopped"] == 2
 
 
-class Told:
+class SpyObserver:
     def __init__(self):
         self.said = []
 
@@ -113,7 +113,7 @@ class Told:
 
 
 def supervise(attempt, *, bound=3, stop=None, newest=lambda: None):
-    observer = Told()
+    observer = SpyObserver()
     options = {"newest": newest, "observer": observer, "restarts": Restarts(bound), "stop": stop or asyncio.Event()}
     asyncio.run(run_with_restarts(attempt, None, **options))
     return observer.said
@@ -158,7 +158,7 @@ def test_a_stop_while_it_waits_ends_it(wait_s):
             raise ClusterError("rank 0 died.")
 
         restarts = Restarts(3, first_wait_s=wait_s)
-        options = {"newest": lambda: None, "observer": Told(), "restarts": restarts, "stop": stop}
+        options = {"newest": lambda: None, "observer": SpyObserver(), "restarts": restarts, "stop": stop}
         await asyncio.wait_for(run_with_restarts(attempt, None, **options), 30)
         return attempts
 

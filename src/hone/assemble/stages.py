@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -51,7 +51,7 @@ from hone.run.folder import RunFolder, identity_of
 from hone.run.refusals import refused_by_tokenizer, starting_architecture
 from hone.run.trial import try_model
 from hone.runtime.backoff import Restarts
-from hone.runtime.processes import environment_restored
+from hone.runtime.processes import environment_restored, unless_stopped
 from hone.services.gpus import settled_on, topology_on
 from hone.services.supervisor import Services
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
@@ -330,10 +330,8 @@ async def run_with_restarts(
         count = f"{restarts.count} of {restarts.bound} an hour"
         observer.warn(f"{lost} Started again in {wait_s:g} s from {where} ({count})")
         observer.rewind(saved.progress.position if saved else first)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await stop.wait()
-        if stop.is_set():  # perhaps at the end of the wait
+        await unless_stopped(stop, asyncio.sleep(wait_s))
+        if stop.is_set():  # perhaps as the wait ended
             return
 
 

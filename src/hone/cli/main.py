@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     # Torch and Transformers bring a million objects that stay; full collections while they are imported take a tenth
     # of the processor time of a start.
-    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
+    gc.set_threshold(YOUNG_OBJECTS)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as of stderr: what a terminal cannot show ends no command
     with redirect_stderr(cast(TextIO, Lasting(sys.stderr))):  # a closed terminal ends no run

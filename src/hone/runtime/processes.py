@@ -98,7 +98,7 @@ def spared_collector() -> Iterator[None]:
     """
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *before[1:])
+    gc.set_threshold(YOUNG_OBJECTS)
     try:
         yield
     finally:
