@@ -177,9 +177,9 @@ def test_our_own_failure_is_not_remembered(served, witnessed):
 
 
 def test_what_is_late_is_an_error_of_its_item_and_the_rest_is_answered(served, witnessed):
-    for timeout_s in (1, 10):  # on a busy machine both may be late at first
-        asked = texts(f"sleep {timeout_s + 0.4} late", "fine too")
-        response = posted(served, asked | {"timeout_ms": 1000 * timeout_s})
+    for attempt in range(5):  # on a busy machine both may be late
+        served.score(*({"solution_str": f"sleep 0.3 {n}.{attempt}"} for n in range(2)), reward="obey")  # both run
+        response = posted(served, texts(f"sleep 1.4 late {attempt}", "fine too") | {"timeout_ms": 1000})
         if response.status_code == 200:
             break
     late, fine = response.json()["results"]
@@ -188,7 +188,7 @@ def test_what_is_late_is_an_error_of_its_item_and_the_rest_is_answered(served, w
         "fault": "infra",
         "retryable": True,
         "component": "obey",
-        "detail": f"not scored within {timeout_s} s",
+        "detail": "not scored within 1 s",
     }
 
 

@@ -22,6 +22,7 @@ import psutil
 import ray
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
 from hone.devices import give_back_memory, peak_bytes, used_and_total_bytes
@@ -123,6 +124,7 @@ class TrainerRank(TakesWeights):
         self._trainer: Roles | PairTrainer | None = None
         self._copies = HostCopies()
         self._seat: Seat | None = None
+        self._rendezvous: TCPStore | None = None
         self._transports: dict[TransportName, Transport] = {}
         self._receiver = Receiver(_Refreshed(self), timeout_s=timeout_s)
 
@@ -138,12 +140,11 @@ class TrainerRank(TakesWeights):
     async def ping(self) -> Vitals:
         return Vitals.here()
 
-    async def free_address(self) -> str:
-        """A rendezvous address on this machine, for ranks on several machines."""
+    async def open_rendezvous(self) -> str:
+        """The address at which ranks on several machines meet; open from now on, while this process lives."""
         host = own_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        self._rendezvous = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return f"tcp://{host}:{self._rendezvous.port}"
 
     async def build(self, make: MakeTrainer, seat: Seat) -> int:
         """Make what this rank holds. Returns the process id."""

@@ -46,7 +46,7 @@ class RankGroup:
             address = f"file://{folder.path}/meeting"
         else:
             name, first = next(iter(self.ranks.items()))
-            asked = {name: first.free_address.remote()}
+            asked = {name: first.open_rendezvous.remote()}
             address = wait_for_all(asked, f"starting the {self.name}", timeout_s, START_KEY)[0]
         size = len(self.ranks)
         calls = {

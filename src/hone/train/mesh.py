@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -110,21 +113,27 @@ def process_group(
     """Inside, this process is one of those that train together; gloo joins CPUs, NCCL joins GPUs, HCCL joins NPUs.
 
     Args:
-        address: where they meet: `tcp://host:port` of a free port on rank 0's machine, or `file:///path` of a file
-            that does not exist yet.
+        address: where they meet: `tcp://host:port` of a `TCPStore` that is open, or `file:///path` of a file that does
+            not exist yet.
         timeout_s: longest wait for the others, at the start and in every collective.
     Raises:
         torch.distributed.DistError: not all came in time.
     """
-    kind = kind_of(device)
+    kind, timeout = kind_of(device), timedelta(seconds=timeout_s)
     if kind is not None:
         torch.accelerator.set_device_index(device.index or 0)
+    if address.startswith("file:"):
+        meeting: dict[str, Any] = {"init_method": address}
+    else:
+        # As an init_method, rank 0 would open the port, which must have been free until then.
+        tcp = urlsplit(address)
+        meeting = {"store": TCPStore(str(tcp.hostname), int(tcp.port or 0), is_master=False, timeout=timeout)}
     dist.init_process_group(
         "gloo" if kind is None else kind.backend,
-        init_method=address,
+        **meeting,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=None if kind is None else device,
     )
     try:
