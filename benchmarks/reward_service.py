@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from hone.config.load import load_rewards
+from hone.config.load import load_config
 from hone.reward.rewards import Rewards
 from hone.types import Group, Prompt, Sample
 
@@ -95,7 +95,7 @@ def body(number: int, num_items: int) -> dict[str, Any]:
 
 async def in_process(folder: Path, num_items: int, seconds: float) -> float:
     """Seconds per item of groups scored by `Rewards`, groups of one as the service makes of pointwise items."""
-    section = load_rewards(folder / "rewards.yaml", ["reward.components=[{use: gsm8k}]"]).config.reward
+    section = load_config(folder / "rewards.yaml", ["reward.components=[{use: gsm8k}]"], needed="reward").config.reward
     count = 0
     async with Rewards.from_config(section, folder, window_samples=1000) as rewards:
         began = time.perf_counter()

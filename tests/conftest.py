@@ -1,5 +1,6 @@
 """Shared by all tests: one arithmetic thread, fixed random search, and a check that no test leaves anything behind."""
 
+import gc
 import os
 import signal
 
@@ -44,6 +45,13 @@ def signals_as_in_a_terminal():
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect():
+    """A full collection of garbage takes a second with all that is imported; tests that measure memory ask for it."""
+    gc.collect()
+    gc.freeze()
 
 
 def nothing_left_by(node):

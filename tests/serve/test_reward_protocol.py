@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from served import POSTER, poster_text, serving, wait_for
 
-from hone.config.load import load_rewards
+from hone.config.load import load_config
 from hone.errors import RewardError
 from hone.reward.rewards import Rewards
 from hone.reward.verl_client import compute_score
@@ -147,7 +147,7 @@ GROUPS = [
 @pytest.mark.parametrize(("name", "group"), GROUPS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(GROUPS)])
 def test_served_equals_in_process(served, folder, name, group):
     async def in_process():
-        section = load_rewards(folder / "rewards.yaml").config.reward
+        section = load_config(folder / "rewards.yaml", needed="reward").config.reward
         alone = tuple(c for c in section.components if c.use.rpartition(":")[2] == name)
         alone = (alone[0].model_copy(update={"weight": 1.0}),)
         section = section.model_copy(update={"components": alone, "max_unscored_frac": 1.0})

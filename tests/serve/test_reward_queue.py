@@ -9,7 +9,7 @@ import pytest
 from pictures import save_picture
 from PIL import Image
 
-from hone.config.load import load_rewards
+from hone.config.load import load_config
 from hone.data.picture_processors import QwenProcessor
 from hone.data.pictures import BrokenPicture
 from hone.reward.client import ServiceReward, ServiceSettings
@@ -345,7 +345,7 @@ def test_the_fingerprint_is_of_rules_and_their_files(tmp_path):
             f"reward:\n  workers: {workers}\n  components:\n"
             f"    - {{use: 'mine.py:f', weight: {weight}, args: {{template: template.txt}}}}\n"
         )
-        return fingerprint(load_rewards(tmp_path / "r.yaml"))
+        return fingerprint(load_config(tmp_path / "r.yaml", needed="reward"))
 
     first = of()
     assert first.startswith("sha256:") and of() == of(workers=4) == first
@@ -397,7 +397,7 @@ def test_a_reward_of_a_service_sees_the_prompts_pictures(tmp_path):
     both, one = (replace(group, prompt=replace(group.prompt, pictures=tuple(p))) for p in (pictures, pictures[:1]))
 
     async def use():
-        service = ScoringService(load_rewards(tmp_path / "rewards.yaml"), ScoringSettings())
+        service = ScoringService(load_config(tmp_path / "rewards.yaml", needed="reward"), ScoringSettings())
         await service.start()
         endpoints = Direct(service)
         shown, blind = (

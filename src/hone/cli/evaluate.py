@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hone.cli.arguments import AsJson, Overrides, RunOrFolder, examples
-from hone.config.load import load_rewards
+from hone.config.load import load_config
 from hone.run.folder import load_run
 
 EXAMPLES = examples(
@@ -62,7 +62,7 @@ def evaluate_judge(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a judge on preference pairs: accuracy, consistency when swapped, canaries."""
-    loaded = load_rewards(file, overrides or ())
+    loaded = load_config(file, overrides or (), needed="reward")
     from hone.assemble.verbs import evaluate_judge_of
 
     figures = evaluate_judge_of(loaded, pairs, name=name, url=url)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from hone.cli.arguments import Overrides, examples
-from hone.config.load import load_rewards
+from hone.config.load import load_config
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -89,7 +89,7 @@ def reward(
     ] = None,
 ) -> None:
     """Serve the rewards of a file."""
-    loaded = load_rewards(file, overrides or ())
+    loaded = load_config(file, overrides or (), needed="reward")
     from hone.serve.http import HttpSettings
     from hone.serve.reward import run
     from hone.serve.settings import ScoringSettings

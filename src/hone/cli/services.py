@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hone.cli.arguments import AsJson, Overrides, RunFile, examples
-from hone.config.load import load_services
+from hone.config.load import load_config
 from hone.errors import DataError
 from hone.observe.console_figures import HEADLINE, duration, number
 from hone.run.folder import RunFolder
@@ -37,7 +37,7 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Start the services of a file and leave them running; runs of the same file use them."""
-    loaded = load_services(run_file, overrides or ())
+    loaded = load_config(run_file, overrides or (), needed="services")
     from hone.services import supervisor
     from hone.services.state import runtime_folder
 

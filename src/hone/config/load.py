@@ -94,17 +94,23 @@ class Loaded:
         return f"{where}  {problem}" if where else problem
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, needs_programs: bool = True) -> Loaded:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, needed: str | None = None, needs_programs: bool = True
+) -> Loaded:
     """Resolve a run file.
 
     Args:
         path: the run file.
         overrides: `section.key=value`, values in YAML; list entries by number (`reward.components.0.weight=2`).
+        needed: the one section that is to be read, for commands that only score or only start services. What other
+            sections lack, or how they fit together, is then no problem; unknown keys and wrong values are, as ever.
         needs_programs: programs that the run would start must be here.
     Raises:
         ConfigError: with every problem of every layer.
     """
-    return _load(path, overrides, needed=None, needs_programs=needs_programs)
+    stack = Stack(Path(path).parent)
+    tree = stack.read(Path(path), str(path), asked_by=None)
+    return _resolved(stack, tree, Path(path), overrides, needed, needs_programs)
 
 
 def load_mapping(sections: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str, run_file: Path) -> Loaded:
@@ -126,26 +132,6 @@ def load_mapping(sections: Mapping[str, Any], overrides: Sequence[str] = (), *, 
     if problems:
         raise _error(problems)
     return _resolved(stack, stack.take(tree, run_file), run_file, overrides)
-
-
-def load_rewards(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Resolve a run file for its `reward` section alone, for commands that only score: nothing else is needed.
-
-    What other sections lack, or how they fit together, is no problem here, and they are not to be read; unknown keys
-    and wrong values are problems as ever. Raises ConfigError.
-    """
-    return _load(path, overrides, needed="reward")
-
-
-def load_services(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """As `load_rewards`, for the `services` section. Raises ConfigError."""
-    return _load(path, overrides, needed="services")
-
-
-def _load(path: str | Path, overrides: Sequence[str], *, needed: str | None, needs_programs: bool = True) -> Loaded:
-    stack = Stack(Path(path).parent)
-    tree = stack.read(Path(path), str(path), asked_by=None)
-    return _resolved(stack, tree, Path(path), overrides, needed, needs_programs)
 
 
 def _resolved(

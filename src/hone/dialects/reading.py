@@ -54,7 +54,8 @@ def read_foreign(
     ending = source.rpartition(".")[2].lower()
     if ending == "py" or (ending not in ("sh", "bash", "slurm", "yaml", "yml", "toml") and _is_python(text)):
         return _of_tool(read_python(text, source), tool)
-    if ending == "toml" or (ending not in ("sh", "bash", "slurm", "yaml", "yml") and _is_toml(text)):
+    has_tables = "#!/" not in text[:4] and re.search(r"^\[+[\w.]+\]+\s*(#.*)?$", text, re.MULTILINE)
+    if ending == "toml" or (ending not in ("sh", "bash", "slurm", "yaml", "yml") and has_tables):
         return _of_tool(_toml(text, source), tool)
     if ending in ("yaml", "yml"):
         return _of_tool(_yaml(text, source, tool), tool)
@@ -145,10 +146,6 @@ def _with_script(command: ForeignRun, script: Callable[[str], str | None]) -> Fo
 
 def _is_python(text: str) -> bool:
     return re.search(r"^\s*(from trl|import trl)\b|\b(GRPO|RLOO|SFT|DPO)Config\(", text, re.MULTILINE) is not None
-
-
-def _is_toml(text: str) -> bool:
-    return re.search(r"^\[+[\w.]+\]+\s*(#.*)?$", text, re.MULTILINE) is not None and "#!/" not in text[:4]
 
 
 def _toml(text: str, source: str) -> ForeignRun:

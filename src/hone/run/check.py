@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from hone.config.derived import longest_tokens, needs_critic, unused_services
-from hone.config.load import Loaded, load_rewards
+from hone.config.load import Loaded, load_config
 from hone.config.run import RunConfig
 from hone.config.topology import Topology, judge_services, judges_pool, topology_lines
 from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
@@ -284,7 +284,7 @@ async def can_be_had(loaded: Loaded, services: Mapping[str, Address], findings: 
     for name, service in config.services.items():
         if service.reward is not None:
             try:
-                served = load_rewards(loaded.path(service.reward))
+                served = load_config(loaded.path(service.reward), needed="reward")
             except ConfigError as error:
                 findings.problems += [f"services.{name}.reward: {problem}" for problem in error.problems]
                 continue

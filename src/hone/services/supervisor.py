@@ -32,7 +32,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from hone.config.load import Loaded, load_rewards
+from hone.config.load import Loaded, load_config
 from hone.devices import visible_devices
 from hone.errors import ConfigError, DataError, ServiceError
 from hone.reward.fingerprint import fingerprint
@@ -231,7 +231,9 @@ class Services:
         return None
 
     async def _scores_alike(self, launch: Launch, url: str) -> bool:
-        loaded = await asyncio.to_thread(load_rewards, launch.folder / Path(str(launch.service.reward)).expanduser())
+        loaded = await asyncio.to_thread(
+            load_config, launch.folder / Path(str(launch.service.reward)).expanduser(), needed="reward"
+        )
         ours = await asyncio.to_thread(fingerprint, loaded)
         with contextlib.suppress(httpx.HTTPError, ValueError):
             async with httpx.AsyncClient(timeout=self._intervals.health_timeout_s, trust_env=False) as client:

@@ -170,7 +170,8 @@ class _MadeRow:
         """A system message and one of the user."""
         said: list[tuple[str, ast.expr]] = []
         for item in node.elts:
-            keys = {} if not isinstance(item, ast.Dict) else dict(zip(map(_word, item.keys), item.values, strict=True))
+            pairs = zip(item.keys, item.values, strict=True) if isinstance(item, ast.Dict) else ()
+            keys = {str(key.value) if isinstance(key, ast.Constant) else "": value for key, value in pairs}
             if keys.keys() != {"role", "content"}:
                 return None
             said.append((str(self.names.value(keys["role"])), keys["content"]))
@@ -195,7 +196,3 @@ class _MadeRow:
                 return None
             found += f"{{{column}}}" if column is not None else str(text)
         return found
-
-
-def _word(node: ast.expr | None) -> str:
-    return str(node.value) if isinstance(node, ast.Constant) else ""

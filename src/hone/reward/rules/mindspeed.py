@@ -34,11 +34,10 @@ def _acc(text: str, gold: Answer) -> Score:
 @reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
 def base_acc(group: Group) -> list[Score] | tuple[Score, ...]:
     """1 for the right result in a response of strict format; else 0."""
-    return score_against_gold(group, _base_acc)
-
-
-def _base_acc(text: str, gold: Answer) -> Score:
-    return score_response(text, gold) if is_strict(text, TagSettings()) else Score(0.0)
+    tags = TagSettings()
+    return score_against_gold(
+        group, lambda text, gold: score_response(text, gold) if is_strict(text, tags) else Score(0.0)
+    )
 
 
 @reward(minimum=0.0, maximum=1.0)
