@@ -3,6 +3,7 @@
     python -m benchmarks.trl_compare                                # every case, three seeds: about 15 minutes
     python -m benchmarks.trl_compare --cases 0.8M --steps 60 --seeds 0
     python -m benchmarks.trl_compare --sides hone,bare              # needs no TRL; about 4 minutes
+    python -m benchmarks.trl_compare --hone run.fused_kernels=true
 
 All sides start from one warmed-up model directory and take the same prompts in the same order, 32 x 8 samples a step,
 with the same reward, learning rate, clip and loss, on two threads (`trl/cases.py`), in bfloat16 unless `--precision`
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "trl")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--hone", nargs="+", default=[], metavar="KEY=VALUE", help="what Hone's run sets besides")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     has_trl = not TRL_SIDES.isdisjoint(options.sides)
@@ -175,7 +177,7 @@ def run_hone(name: str, model: Path, prompts: Path, seed: int, steps: int, optio
     tree["run"] |= {"threads": options.threads, "precision": options.precision}
     run_file.write_text(json.dumps(tree, indent=1))  # is YAML too
     log = folder / f"log-hone-{name}-{seed}.txt"
-    peak_rss_gib = run_measured([sys.executable, TRL / "run_hone.py", run_file], log)
+    peak_rss_gib = run_measured([sys.executable, TRL / "run_hone.py", run_file, *options.hone], log)
     clocks = json.loads(log.read_text().splitlines()[-1])
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "time/step_s" in row]

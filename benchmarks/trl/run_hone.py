@@ -1,6 +1,6 @@
-"""The Hone side: `hone train RUN_FILE --fresh`, the clock read after every step; one JSON line, as of `bare.py`.
+"""The Hone side: `hone train RUN_FILE ... --fresh`, the clock read after every step; one JSON line, as of `bare.py`.
 
-    python benchmarks/trl/run_hone.py runs/trl/hone-0.8M-0.yaml
+    python benchmarks/trl/run_hone.py runs/trl/hone-0.8M-0.yaml run.fused_kernels=true
 
 Processor time is that of this process and of those that it started, which score samples.
 """
@@ -52,7 +52,7 @@ def main() -> int:
         clocks.append((time.perf_counter(), cpu_s()))
 
     PolicyRun.log_step = log_and_read_clocks
-    if code := hone(["train", sys.argv[1], "--fresh"]):
+    if code := hone(["train", *sys.argv[1:], "--fresh"]):
         return code
     pairs = list(itertools.pairwise(clocks))
     wall_s, step_cpu_s = ([later[i] - before[i] for before, later in pairs] for i in (0, 1))
