@@ -43,7 +43,7 @@ def allocated(work, *, scratch=True):
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
             work()
     finally:
         if was_enabled:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.model.attention import shared_prompt_attention
 from hone.model.layout import Layout
-from hone.model.varlen_attention import FLASH, RaggedCall, RaggedKernels, RaggedPlan, varlen_attention
+from hone.model.varlen_attention import FLASH, RaggedCall, RaggedKernels, RaggedPlan, _operators, varlen_attention
 
 
 def segments(ragged: RaggedCall):
@@ -143,7 +143,8 @@ def test_a_layer_is_a_handful_of_operators_however_long_and_many_the_sequences_a
         assert [name for name in forward.names if "varlen" in name] == ["torch_attn._varlen_attn.default"] * 2
         assert len([name for name in backward.names if "varlen" in name]) == 2
         counts.append([sum(not name.startswith(NO_KERNELS) for name in mode.names) for mode in (forward, backward)])
-    assert counts == [[16, 11], [16, 11]], "they do not depend on the layout"
+    expected = [16, 11] if _operators().groups_queries else [24, 27]  # before torch 2.13 heads are repeated
+    assert counts == [expected] * 2, "they do not depend on the layout"
 
 
 def test_a_layout_of_32k_tokens_makes_no_tiles():

@@ -10,6 +10,7 @@ import torch
 from ruamel.yaml import YAML
 
 from hone.cli.main import main as hone
+from hone.devices import devices_here
 from hone.plan.efficiency import MeasuredRates, efficiency_path, known_rates, remember_rates, with_measured
 from hone.plan.time import GPU
 from hone.runtime.processes import environment_restored
@@ -55,6 +56,12 @@ def test_every_figure_is_explained():
         assert row.split("|")[2].strip() == (str(bounds) or "-"), f"{name} expects {bounds}"
 
 
+def replace_parts(monkeypatch, part):
+    """`part` in place of each part's process, on the CPU: asking a GPU's driver is a process too."""
+    monkeypatch.setattr(runner, "devices_here", lambda _: devices_here("cpu"))
+    monkeypatch.setattr(runner.subprocess, "run", part)
+
+
 def run(monkeypatch, tmp_path, lines, code=0):
     """The runner with a part that writes these lines."""
 
@@ -63,7 +70,7 @@ def run(monkeypatch, tmp_path, lines, code=0):
             file.write("".join(f"{json.dumps(line)}\n" for line in lines))
         return type("Done", (), {"returncode": code, "stderr": "Traceback\nValueError: no"})()
 
-    monkeypatch.setattr(runner.subprocess, "run", part)
+    replace_parts(monkeypatch, part)
     return runner.main(["--parts", "devices", "--tiny", "--out", str(tmp_path)])
 
 
@@ -83,7 +90,7 @@ def test_a_part_has_its_time(monkeypatch, tmp_path):
     def late(words, timeout, **_):
         raise runner.subprocess.TimeoutExpired(words, timeout)
 
-    monkeypatch.setattr(runner.subprocess, "run", late)
+    replace_parts(monkeypatch, late)
     assert runner.main(["--parts", "numbers", "--out", str(tmp_path), "--limit-s", "7"]) == 1
     assert read_lines(tmp_path / "acceptance.jsonl")[0]["note"] == "not done within 7 s"
 
@@ -100,7 +107,7 @@ def test_all_parts_have_their_time_together(monkeypatch, tmp_path):
         return type("Done", (), {"returncode": 0, "stderr": ""})()
 
     monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(runner.subprocess, "run", part)
+    replace_parts(monkeypatch, part)
     words = ["--parts", "devices,numbers,kernels", "--out", str(tmp_path), "--total-s", "500"]
     assert runner.main(words) == 1 and limits == [480, 200]
     lines = read_lines(tmp_path / "acceptance.jsonl")

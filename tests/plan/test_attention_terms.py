@@ -11,7 +11,7 @@ from hone.model.attention import _Workspace
 from hone.model.layout import Layout
 from hone.model.ring import RingPlan
 from hone.model.sequence import _with_filler
-from hone.model.varlen_attention import FLASH
+from hone.model.varlen_attention import FLASH, _operators
 from hone.plan import activations
 from hone.plan.activations import Pass, attention_bytes, ring_per_token
 from hone.plan.families import architecture_from
@@ -112,7 +112,8 @@ def test_chunks_of_a_ring_are_counted(monkeypatch, ranks):
     assert work.ring == ranks and not work.exchanges
     work = Pass(ARCHITECTURE, "hone", 2, each, 1, 1000, sequence_parallel=ranks, on_cuda=True)
     assert ring_per_token(work, backward=False) * each == pytest.approx(forward, rel=0.08)
-    assert ring_per_token(work, backward=True) * each == pytest.approx(backward, rel=0.08)
+    rel = 0.08 if _operators().groups_queries else 0.15  # before torch 2.13 heads of keys and values are repeated
+    assert ring_per_token(work, backward=True) * each == pytest.approx(backward, rel=rel)
 
 
 def replace_heads(kv_heads):

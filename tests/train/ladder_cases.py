@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import algorithm_of, make_batch, make_groups
@@ -11,6 +12,7 @@ from measuring import FakeGauge
 from sharded_cases import Case, alone_or_sharded
 from test_ladder_training import LOWEST_TOKENS, Failing
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from hone.errors import MemoryExhausted
 from hone.memory.gauges import Meter
@@ -19,6 +21,9 @@ from hone.train.agreement import Collectives, SharedLadder
 from hone.types import Progress
 
 TIMEOUT_S = 30.0
+CLIMBS_TOGETHER = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 can give up a pass that has begun since torch 2.13"
+)
 
 
 @dataclass

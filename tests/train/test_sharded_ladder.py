@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ladder_cases import trained_with_failure
+from ladder_cases import CLIMBS_TOGETHER, trained_with_failure
 from sharded_cases import Case
 
 CASE = Case("kl_and_entropy", samples_per_optimizer_step=8, tokens_per_microbatch=60, moved=False)
@@ -12,6 +12,7 @@ MORE = pytest.mark.slow("two updates on two ranks for each failing allocation")
 
 
 @MORE
+@CLIMBS_TOGETHER
 @pytest.mark.parametrize("points", [30])
 @pytest.mark.parametrize(
     "case",

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ladder_cases import trained_with_failure
+from ladder_cases import CLIMBS_TOGETHER, trained_with_failure
 from sharded_cases import Case, Found, trained
 
 
@@ -96,6 +96,7 @@ def test_bfloat16_computes_with_float32_master_weights_and_reduction(pair):
     assert all(torch.equal(found[0].master[name], weight) for name, weight in found[1].master.items())
 
 
+@CLIMBS_TOGETHER
 def test_a_rank_that_runs_out_of_memory_takes_the_other_along_to_a_lower_setting(pair):
     """In the middle of an update; every other place is in test_sharded_ladder.py."""
     case = Case(samples_per_optimizer_step=20, tokens_per_microbatch=60)
