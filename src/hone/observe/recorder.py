@@ -18,6 +18,7 @@ import gzip
 import json
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -34,6 +35,11 @@ from hone.types import Group, Sample, TokenIds, Turn, WithArrays, read_only, ver
 
 NUM_CHECKED = 32
 """Newest files that are read when a run is resumed, to see whether they are whole."""
+PIECE_BYTES = 8 << 20
+"""Of the text of a step's groups: more is kept and compressed group by group. As one text, a step of millions of tokens
+would take its size again, and giving that back would halt the process's other threads."""
+GZIP = 16 + zlib.MAX_WBITS
+"""What zlib calls a gzip file."""
 FULL_MARK = "full.json"
 """Beside the stages' folders once the size limit was reached: where recording stopped."""
 
@@ -133,33 +139,44 @@ class Recorder:
             count = max(1, len(groups) * self._step_tokens // num_tokens)
             chosen = [place * len(groups) // count for place in range(count)]
         known = iter(() if figures is None else figures(chosen))
-        text = "".join(
+        lines = deque(
             _encode(groups[place], each[place], list(islice(known, len(groups[place].samples)))) for place in chosen
-        ).encode()
-        self._background.submit(lambda: self._write(stage, step, text), bulk=True)
+        )
+        if sum(map(len, lines)) < PIECE_BYTES:
+            lines = deque([b"".join(lines)])
+        self._background.submit(lambda: self._write(stage, step, lines), bulk=True)
         if pictures := self._thumbnails.wanted(groups[place] for place in chosen):
             self._background.submit(lambda: self._thumbnails.write(pictures), bulk=True)
 
-    def _write(self, stage: str, step: int, text: bytes) -> None:
+    def _write(self, stage: str, step: int, lines: deque[bytes]) -> None:
+        """Uses up the lines: each is freed once it is written."""
         if self._full:
             return
         path = samples_file(self._folder, stage, step)
-        before = b"" if path in self._fresh or path not in self._sizes else path.read_bytes()
-        packed = before + gzip.compress(text, compresslevel=1, mtime=0)
-        if self.total_bytes - self._sizes.get(path, 0) + len(packed) > self._max_bytes:
-            self._stop(stage, step, f"samples/ has reached observe.samples_max_mib ({self._max_bytes / 2**20:g} MiB)")
-            return
+        room = self._max_bytes - self.total_bytes + self._sizes.get(path, 0)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             aside = path.with_suffix(".gz.tmp")
-            aside.write_bytes(packed)
-            aside.replace(path)
+            with aside.open("wb") as file:
+                is_continued = path in self._sizes and path not in self._fresh
+                size = file.write(path.read_bytes()) if is_continued else 0
+                packer = zlib.compressobj(1, wbits=GZIP)
+                while lines and size <= room:
+                    size += file.write(packer.compress(lines.popleft()))
+                size += file.write(packer.flush())
+            if size <= room:
+                aside.replace(path)
+            else:
+                aside.unlink()
         except OSError as error:  # a full disk costs the record, not the run
             self._stop(stage, step, f"samples/ cannot be written ({error.strerror})")
             return
+        if size > room:
+            self._stop(stage, step, f"samples/ has reached observe.samples_max_mib ({self._max_bytes / 2**20:g} MiB)")
+            return
         self._fresh.discard(path)
         self._unsynced.add(path)
-        self._sizes[path] = len(packed)
+        self._sizes[path] = size
 
     def _stop(self, stage: str, step: int, reason: str) -> None:
         self._full = True
@@ -270,7 +287,7 @@ def _limit(last_step: Mapping[str, int], stage: str) -> int:
     return last_step.get(stage, max(last_step.values(), default=-1))
 
 
-def _encode(group: Group, advantages: Sequence[float] | None, figures: Sequence[TokenFigures]) -> str:
+def _encode(group: Group, advantages: Sequence[float] | None, figures: Sequence[TokenFigures]) -> bytes:
     samples, prompt = group.samples, group.prompt
     columns: dict[str, Any] = {
         "prompt_id": prompt.id,
@@ -309,7 +326,7 @@ def _encode(group: Group, advantages: Sequence[float] | None, figures: Sequence[
             name: {index: f"{score.fault}: {score.detail}" for index, score in enumerate(scores) if score.fault}
             for name, scores in group.scores.items()
         }
-    return f"{_JSON.encode(columns)}\n"
+    return f"{_JSON.encode(columns)}\n".encode()
 
 
 _JSON = json.JSONEncoder(separators=(",", ":"), default=str)
