@@ -14,8 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as the command does, before it loads torch
 from hone.cli.main import main as hone
+from hone.cli.main import spin_count
+
+os.environ.setdefault("GOMP_SPINCOUNT", spin_count())  # as the command does, before it loads torch
 from hone.loop.run import PolicyRun
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
