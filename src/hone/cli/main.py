@@ -104,9 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def spin_count(load: Path = Path("/proc/loadavg")) -> str:
     """How often an OpenMP thread looks for work before it sleeps.
 
-    Threads that wait for each other by spinning starve as soon as anything else runs: with OpenMP's own 300,000, steps of
-    0.1 s became steps of 4 s beside one busy process. With 5,000 these take half as long as with 20,000, which on an
-    idle machine saves 7 to 14 % of a step.
+    Threads that wait for each other by spinning starve as soon as anything else runs: with OpenMP's own 300,000, steps
+    of 0.1 s became steps of 4 s beside one busy process. There 5,000 is up to twice as fast as 20,000, which saves 7 to
+    14 % of a step on an idle machine.
     """
     for _ in range(5):  # a process that is busy for long is there every time
         try:
