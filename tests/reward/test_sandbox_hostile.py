@@ -1,6 +1,7 @@
 """Programs that attack their sandbox, each with a witness that the attack took place."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -49,10 +50,19 @@ def run(sandbox):
 
 
 def sandboxed() -> list[psutil.Process]:
-    """Processes of sandboxes of this process: its descendants, and whatever runs as a sandbox's user."""
-    mine = psutil.Process().children(recursive=True)
+    """Processes of sandboxes of this process: its descendants, and whatever else runs as a sandbox's user, but for what
+    descends from another test process."""
+    here = psutil.Process()
+    mine, above = here.children(recursive=True), {here, *here.parents()}
     users = range(FIRST_USER, FIRST_USER + NUM_USERS)
-    return mine + [p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real in users]
+
+    def is_anothers(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return any(p not in above and p not in mine and p.uids().real not in users for p in process.parents())
+        return True  # it has ended
+
+    theirs = [p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real in users]
+    return mine + [p for p in theirs if not is_anothers(p)]
 
 
 @pytest.fixture(autouse=True)
