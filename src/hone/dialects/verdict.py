@@ -85,6 +85,9 @@ class ForeignJob:
     def given(self, key: str) -> bool:
         return key in self.values
 
+    def is_hole(self, key: str) -> bool:
+        return next(holes_in(self.values.get(key)), None) is not None
+
     def get(self, key: str, other: Any = None) -> Any:
         """The value of a key: given, or the tool's default. Raises UnknownValue for a hole."""
         if key in self.values:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hone.dialects import shared
-from hone.dialects.foreign import ForeignRun, holes_in, shown
+from hone.dialects.foreign import ForeignRun, shown
 from hone.dialects.rows import to, when, where
 from hone.dialects.trl.inputs import dataset
 from hone.dialects.values import names, number, positive, truth, whole
@@ -355,7 +355,7 @@ def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
         if "loss_type" not in {**job.defaults, **job.values}:  # before the argument: 0.14, and 0.16, which has epsilon
             kind = "token_mean" if "epsilon" in job.defaults else "sample_mean"
             yield "aggregate", default({"algorithm.aggregate": kind}, "TRL's loss at this version")
-    if next(holes_in(job.values.get("beta")), None) is not None or number(job.get("beta", 0.0)) > 0:
+    if job.is_hole("beta") or number(job.get("beta", 0.0)) > 0:
         yield "kl_clip", default({"algorithm.kl_clip": None}, "TRL's KL of a token has no bound")
     for keys, why in IN_THE_CALL.items():
         if not any(job.given(key) for key in keys):
