@@ -164,15 +164,14 @@ class Recorder:
                 while lines and size <= room:
                     size += file.write(packer.compress(lines.popleft()))
                 size += file.write(packer.flush())
-            if size <= room:
-                aside.replace(path)
-            else:
+            if size > room:
                 aside.unlink()
+                limit = f"observe.samples_max_mib ({self._max_bytes / 2**20:g} MiB)"
+                self._stop(stage, step, f"samples/ has reached {limit}")
+                return
+            aside.replace(path)
         except OSError as error:  # a full disk costs the record, not the run
             self._stop(stage, step, f"samples/ cannot be written ({error.strerror})")
-            return
-        if size > room:
-            self._stop(stage, step, f"samples/ has reached observe.samples_max_mib ({self._max_bytes / 2**20:g} MiB)")
             return
         self._fresh.discard(path)
         self._unsynced.add(path)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -126,8 +125,8 @@ def process_group(
         meeting: dict[str, Any] = {"init_method": address}
     else:
         # As an init_method, rank 0 would open the port, which must have been free until then.
-        tcp = urlsplit(address)
-        meeting = {"store": TCPStore(str(tcp.hostname), int(tcp.port or 0), is_master=False, timeout=timeout)}
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        meeting = {"store": TCPStore(host, int(port), is_master=False, timeout=timeout)}
     dist.init_process_group(
         "gloo" if kind is None else kind.backend,
         **meeting,
