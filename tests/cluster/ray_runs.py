@@ -110,8 +110,10 @@ class Life:
             os.killpg(self.process.pid, number)
         try:
             return self.process.wait(within_s)
-        finally:
-            self.process.kill()  # of no effect on one that has ended
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"not at its end within {within_s} s:\n{self.text()}") from None
 
     def nothing_is_left(self, within_s: float = 30.0) -> bool:
         """Whether all that was started ends in time; who is dead but not buried counts as ended."""

@@ -62,7 +62,9 @@ def test_the_entrypoint_trains_on_two_raylets_and_goes_on_when_started_again(spe
     port = free_port()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"PATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"PATH": path, "OMP_NUM_THREADS": "1"}
+    (container,) = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    environment |= {each["name"]: each["value"] for each in container["env"]}
     environment["HOME"] = str(tmp_path)  # as in a new pod, which has no token of Ray's
     start = ["ray", "start", "--num-cpus=2", "--num-gpus=0", "--block"]
     (head,) = [spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]]

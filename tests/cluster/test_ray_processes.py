@@ -76,11 +76,20 @@ class Environment:
     def of(self, name):
         return os.environ.get(name)
 
+    def niceness(self):
+        return os.nice(0)
+
 
 def test_an_actor_has_the_run_s_environment_and_this_process_has_not(cluster):
     actor = cluster.spawn(Environment, devices=[0], shared_by=2, env=ClusterSection(env={"HONE_TOY": "1"}).env)
     assert ray.get(actor.of.remote("HONE_TOY"), timeout=60) == "1"
     assert "HONE_TOY" not in os.environ
+    ray.kill(actor)
+
+
+def test_an_actor_gets_as_much_of_a_busy_cpu_as_this_process(cluster):
+    actor = cluster.spawn(Environment, devices=[0], shared_by=2)
+    assert ray.get(actor.niceness.remote(), timeout=60) == os.nice(0), "of itself Ray adds 15"
     ray.kill(actor)
 
 

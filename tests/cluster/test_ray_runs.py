@@ -141,6 +141,7 @@ def test_a_run_that_cannot_be_placed_says_so_before_anything_starts(tmp_path, ca
 def test_a_run_joins_a_cluster_of_two_machines_and_leaves_it_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # importing Ray sets it
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as docs/cluster.md recommends
     from ray.cluster_utils import Cluster
 
     run_file = write_run(tmp_path)
@@ -171,6 +172,7 @@ def test_a_ray_that_wants_the_machines_token_is_joined(tmp_path, monkeypatch):
     """`ray start` asks for the token that an earlier run with a Ray of its own has left in the home directory."""
     run_file, port = write_run(tmp_path), free_port()
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as docs/cluster.md recommends
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("a" * 64)
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-cpus=1"]

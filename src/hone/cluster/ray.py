@@ -394,6 +394,8 @@ def environment_for_ray() -> Iterator[None]:
     that processes that this one starts later do not inherit it. Importing Ray sets variables too."""
     with environment_restored():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray's own 15 is for tasks beside a driver that computes; ranks and engines would wait for every other program.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         yield
 
 
