@@ -26,6 +26,8 @@ KEPT_PIXELS_BYTES = 1 << 27
 """Pixels that a process keeps, those used last, as the model sees them."""
 ONE_BYTE_EXPERTS = 128
 """Most experts of a layer whose numbers are recorded in a byte, which has -1 for none."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_BYTES = 1
 CHARACTER_SPECIALS = ("<pad>", "<eos>")
 """Tokens that a tokenizer of `model.characters` has in front of the characters."""
 

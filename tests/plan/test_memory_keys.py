@@ -21,7 +21,6 @@ from hone.assemble.sampling import embedded_engine, sampling_of
 from hone.config.derived import correction
 from hone.config.load import load_config
 from hone.config.render import inline
-from hone.config.run import RunConfig
 from hone.config.section import Section
 from hone.data.chat import load_tokenizer
 from hone.errors import ConfigError, DataError
@@ -219,6 +218,8 @@ def walked(run_file, first, section, make=models.rl_roles):
     return moves, missed
 
 
+READ = ("algorithm", "data", "lora", "model", "rollout", "run", "train")
+"""Sections of which a run of one process reads keys while it builds, samples and trains."""
 MOVES = {
     "run": {"run.precision"},
     "rollout": {"rollout.group_size", "rollout.max_concurrent_samples", "rollout.max_response_tokens"},
@@ -231,11 +232,19 @@ LARGE = ("algorithm", "rollout", "train")
 
 
 @pytest.mark.slow("builds and trains a model for each value of each key")
-@pytest.mark.parametrize("section", list(RunConfig.model_fields))
+@pytest.mark.parametrize("section", READ)
 def test_every_key_that_changes_memory_changes_the_plan(run_file, first, section):
     moves, missed = walked(run_file, first, section)
     assert moves >= MOVES.get(section, set())
     assert not missed
+
+
+@pytest.mark.slow("builds and trains a model")
+def test_all_sections_that_are_read_are_walked(first):
+    """What is read of others is of a cluster, whose keys tests/plan/test_engine_keys.py walks."""
+    keys, _ = first
+    assert {key.partition(".")[0] for key in keys} == {*READ, "cluster", "seed", "stages"}
+    assert {key for key in keys if key.startswith("cluster.")} == {"cluster.backend", "cluster.engines.enforce_eager"}
 
 
 @pytest.mark.parametrize(

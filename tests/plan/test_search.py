@@ -8,7 +8,8 @@ from hone.errors import DataError
 from hone.plan.hardware import find_hardware
 from hone.plan.inputs import changed, value_of
 from hone.plan.knobs import scoring, whole_run
-from hone.plan.planner import plan
+from hone.plan.ledger import gib
+from hone.plan.planner import plan, plan_inputs
 from hone.plan.search import GOALS, beyond, propose
 
 RAY = ("cluster.backend=ray", "cluster.engines.use=vllm")
@@ -68,11 +69,31 @@ def test_less_headroom_is_never_slower(proposals):
 @pytest.mark.slow("searches for three presets")
 def test_every_change_is_needed(proposals):
     """Undone alone, it breaks something, costs time or costs memory; and it says which."""
-    found = proposals["recommended"]
-    assert found.changes
-    for change in found.changes:
+    best = proposals["recommended"].plan
+    assert proposals["recommended"].changes
+    for change in proposals["recommended"].changes:
         assert change.before != change.after
-        assert change.why.startswith("without it") or "shorter steps" in change.why or "freed" in change.why
+        undone = plan_inputs(changed(best.inputs, {change.key: change.before}))
+        if change.why.startswith("without it: "):
+            assert change.why.removeprefix("without it: ") in undone.verdict.problems
+            assert len(undone.verdict.problems) > len(best.verdict.problems)
+        elif change.why.startswith("without it "):
+            assert undone.impossible(GOALS["recommended"].headroom) > 0
+        elif "shorter steps" in change.why:
+            assert undone.time.step_s > 1.01 * best.time.step_s
+        else:
+            assert "freed, at the same speed" in change.why
+            assert undone.memory_utilisation > best.memory_utilisation
+
+
+def test_what_stays_broken_is_no_reason_for_a_change(configured):
+    """A model that no settings fit: each reason is about the change."""
+    found = propose(plan(configured("model.path=qwen2.5-32b"), find_hardware("RTX4090")), "recommended")
+    assert found.plan.verdict.level == "does not fit" and found.changes
+    for change in found.changes:
+        assert not any(problem in change.why for problem in found.plan.verdict.problems)
+        phases = [f"{one.peak.phase} would take {gib(one.peak.bytes)}" for one in found.plan.ledgers]
+        assert not any(phase in change.why for phase in phases), "it takes as much with the change"
 
 
 def test_what_the_command_line_sets_stays(today):

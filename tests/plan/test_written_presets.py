@@ -93,6 +93,17 @@ def test_what_a_preset_writes_is_planned_as_promised(
         assert found.verdict.problems == promised.plan.verdict.problems
         assert found.inputs.workload == today.inputs.workload
         assert found.impossible(GOALS[preset].headroom) <= today.impossible(GOALS[preset].headroom)
+        if found.verdict.level != "does not fit":
+            assert is_accepted(better, hardware)
+
+
+def is_accepted(run_file, hardware):
+    """Whether `hone check` accepts it on a machine with these devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        devices = FoundDevices("cuda", "GPU", find_hardware(hardware).per_node, True)
+        patch.setattr("hone.run.check.assumed_devices", lambda config: devices)
+        patch.setattr("hone.services.gpus.find_spec", lambda name: object())
+        return main(["check", str(run_file)]) == 0
 
 
 def command(*words):
@@ -113,6 +124,7 @@ def command(*words):
 )
 @example(model="qwen2.5-0.5b", hardware="RTX4090", preset="safe", staleness=0)  # writes cluster.trainer.offload
 @example(model="qwen3-8b", hardware="8xH100-80G", preset="recommended", staleness=1)  # writes the pools of auto
+@example(model="qwen2.5-32b", hardware="RTX4090", preset="recommended", staleness=0)  # writes nothing: none fits
 def test_without_a_cluster_section_too_plan_fits_and_check_accepts_on_such_devices(
     tmp_path_factory, model, hardware, preset, staleness
 ):
@@ -122,12 +134,12 @@ def test_without_a_cluster_section_too_plan_fits_and_check_accepts_on_such_devic
     file.write_text(RUN.format(model=model, staleness=staleness) + REWARDS["exact"])
     code, found = command(file, "--hardware", hardware, "--preset", preset, "--write", better)
     promised = next(one["plan"] for one in found["proposals"] if one["preset"] == preset)
+    assert better.exists() == (promised["verdict"]["level"] != "does not fit")
+    if not better.exists():
+        assert code == 4
+        return
     again_code, again = command(better, "--hardware", hardware)
     assert (again_code, again["ledgers"]) == (code, promised["ledgers"])
     assert all(again["verdict"][name] == promised["verdict"][name] for name in ("level", "problems"))
     assert again["topology"] == promised["topology"] and again["workload"] == found["workload"]
-    with pytest.MonkeyPatch.context() as patch:
-        devices = FoundDevices("cuda", "GPU", find_hardware(hardware).per_node, True)
-        patch.setattr("hone.run.check.assumed_devices", lambda config: devices)
-        patch.setattr("hone.services.gpus.find_spec", lambda name: object())
-        assert main(["check", str(better)]) == 0
+    assert is_accepted(better, hardware)

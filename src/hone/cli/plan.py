@@ -153,16 +153,23 @@ def plan_command(
         show(today, proposals, price, Console())
         if traced is not None:
             _show_trace(traced, Console())
-    if write is not None and chosen is not None:
+    final = chosen.plan if chosen else today
+    fits = final.verdict.level != "does not fit"
+    if write is not None and chosen is not None and fits:
         write_run_file(write, written, settings, chosen)
+    elif write is not None:
+        typer.echo(
+            f"{write} is not written: no settings that keep the algorithm fit on {today.inputs.hardware.title}. Take "
+            "more devices, a smaller model or shorter responses.",
+            err=True,
+        )
     if html is not None:
         from hone.plan.page import page
 
         ordered = sorted(proposals, key=lambda proposal: proposal is not chosen)
         title = f"Plan of {loaded.name} on {today.inputs.hardware.title}"
         write_whole(html, page(today, ordered, title=title))
-    final = chosen.plan if chosen else today
-    if final.verdict.level == "does not fit":
+    if not fits:
         raise typer.Exit(MemoryExhausted.exit_code)
 
 

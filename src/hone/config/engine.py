@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from hone.config.section import Section, key
 from hone.errors import ConfigError
+from hone.sizes import DTYPE_BYTES, FP8_BYTES
 
 _FIXED = "is set by Hone, which relies on it"
 ELSEWHERE = {
@@ -143,15 +144,57 @@ class EngineSection(Section):
         """Names of the keys, `use` aside, that do not have their default."""
         return [name for name, value in self if name != "use" and value != type(self).model_fields[name].default]
 
+    def for_policy(self, *, longest: int, max_concurrent: int, prefill_tokens: int, on_gpu: bool) -> Self:
+        """The section of vLLM with the policy, with what its null keys stand for.
+
+        Args:
+            longest: tokens of one prompt and its response.
+            max_concurrent: `rollout.max_concurrent_samples`.
+            prefill_tokens: `rollout.prefill_tokens`.
+        """
+        sequences, max_len = self.max_num_seqs or max_concurrent, self.max_model_len or longest
+        in_pieces = on_gpu if self.enable_chunked_prefill is None else self.enable_chunked_prefill
+        least = sequences if in_pieces else max(sequences, max_len)
+        settled = {
+            "max_num_seqs": sequences,
+            "max_model_len": max_len,
+            "enable_chunked_prefill": in_pieces,
+            "max_num_batched_tokens": self.max_num_batched_tokens or max(prefill_tokens, least),
+            "gpu_memory_utilization": self.gpu_memory_utilization or POLICY_GPU_FRAC,
+            "enforce_eager": not on_gpu if self.enforce_eager is None else self.enforce_eager,
+            "disable_log_stats": self.disable_log_stats is not False,
+        }
+        return self.model_copy(update=settled)
+
+    def for_service(self) -> Self:
+        """The section of a service's vLLM, with what its null keys stand for; what stays null is vLLM's choice."""
+        settled = {
+            "max_num_seqs": self.max_num_seqs or SERVICE_SEQUENCES,
+            "max_num_batched_tokens": self.max_num_batched_tokens or SERVICE_STEP_TOKENS,
+            "gpu_memory_utilization": self.gpu_memory_utilization or SERVICE_GPU_FRAC,
+            "enable_chunked_prefill": self.enable_chunked_prefill is not False,
+        }
+        return self.model_copy(update=settled)
+
+    def bytes_each(self, automatic: int) -> tuple[int, int]:
+        """Bytes of a weight, and of a number in the cache.
+
+        Args:
+            automatic: of a weight where `dtype` is auto.
+        """
+        weight = automatic if self.dtype == "auto" else DTYPE_BYTES[self.dtype]
+        return weight, weight if self.kv_cache_dtype == "auto" else FP8_BYTES
+
     def command_words(self, replicas: int) -> list[str]:
-        """What follows `vllm serve MODEL` on the command line of a service with so many replicas."""
+        """What follows `vllm serve MODEL` on the command line of a service with `replicas` replicas."""
+        settled = self.for_service()
         words: dict[str, Any] = {
             "tensor_parallel_size": self.tensor_parallel_size,
             **({"data_parallel_size": replicas} if replicas > 1 else {}),
-            "max_num_seqs": SERVICE_SEQUENCES,
-            "max_num_batched_tokens": SERVICE_STEP_TOKENS,
-            "gpu_memory_utilization": SERVICE_GPU_FRAC,
-            "enable_chunked_prefill": True,
+            "max_num_seqs": settled.max_num_seqs,
+            "max_num_batched_tokens": settled.max_num_batched_tokens,
+            "gpu_memory_utilization": settled.gpu_memory_utilization,
+            "enable_chunked_prefill": settled.enable_chunked_prefill,
             "enable_prefix_caching": self.enable_prefix_caching,
         }
         words |= {name: getattr(self, name) for name in self.changed() if name not in ("sleep_level", "args")}

@@ -395,6 +395,10 @@ def _machine(pools: list[tuple[PoolPlan, int]], driver: Sequence[Term]) -> Itera
         if pool.reference and pool.reference_on_host:
             count, p = pool.reference.architecture.total_parameters, pool.reference.work.bytes_each
             held.append(term("reference", p * count * share, f"{p} B x {count:,} parameters"))
+        for engine in (one for one in (pool.engine, pool.judge) if isinstance(one, EnginePlan)):
+            if size := engine.offloaded_bytes * devices:
+                key = f"{engine.settings.section}.cpu_offload_gb"
+                held.append(term(f"{engine.settings.prefix}weights on the host", size, "read in every step", key))
         if pool.engine and pool.engine_sleeps == 1:
             beside = pool.engine.adapter_bytes if isinstance(pool.engine, EnginePlan) else 0
             size = (pool.engine.weights_bytes + beside) * devices

@@ -35,7 +35,7 @@ class EngineSettings:
     max_num_seqs: int
     max_model_len: int
     """Tokens of the longest sequence that it must be able to hold."""
-    section: str
+    section: str = ""
     """Of the file that its settings are in."""
     lengths: tuple[int, int] = (0, 0)
     """Tokens of the longest prompt and the longest response, for times."""
@@ -87,10 +87,19 @@ class EnginePlan:
         return arch.total_parameters + (arch.tower.parameters if arch.tower else 0)
 
     @property
+    def _share_bytes(self) -> int:
+        """A device's share of the weights."""
+        return self.settings.weight_bytes * self._count // self.settings.tensor_parallel_size
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Those of a device's weights that are on the host."""
+        return min(self.settings.offload_bytes, self._share_bytes)
+
+    @property
     def weights_bytes(self) -> int:
-        settings = self.settings
-        held = settings.weight_bytes * self._count // settings.tensor_parallel_size
-        return max(held - settings.offload_bytes, 0)
+        """Those on the device."""
+        return self._share_bytes - self.offloaded_bytes
 
     @property
     def adapter_bytes(self) -> int:

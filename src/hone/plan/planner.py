@@ -203,7 +203,7 @@ def _cluster_snippet(inputs: Inputs) -> str:
     if not inputs.is_local:
         return ": they are in no pool"
     if not (settings := cluster_settings(inputs)):
-        return ": a run without a `cluster` section is one process on one device"
+        return ": the run is one process on one device (cluster.backend = local)"
     lines = ["cluster:"]
     for key, value in settings.items():
         *_, section, name = key.split(".")
@@ -211,9 +211,8 @@ def _cluster_snippet(inputs: Inputs) -> str:
             lines.append(
                 f"  engines: {{use: {value}}}" if section == "engines" else f"  {name}: {inline(plain(value))}"
             )
-    return (
-        ", because without a `cluster` section a run is one process on one device. To use all of them:\n"
-        + "\n".join(f"  {line}" for line in lines)
+    return ": the run is one process on one device (cluster.backend = local). To use all of them:\n" + "\n".join(
+        f"  {line}" for line in lines
     )
 
 

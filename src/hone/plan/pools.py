@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 from hone.config import topology
 from hone.config.engine import (
     JUDGE_ANSWER_TOKENS,
-    POLICY_GPU_FRAC,
     ROLE_TOKENS,
-    SERVICE_GPU_FRAC,
     SERVICE_SEQUENCES,
-    SERVICE_STEP_TOKENS,
     EngineSection,
     vllm_rank,
 )
 from hone.config.run import RolloutSection
 from hone.config.topology import TRAINED, TrainerGroup, is_sharded, judge_services
+from hone.plan.architecture import Architecture
 from hone.plan.cluster import PoolPlan, Trained, adapter_of
 from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import EnginePlan, EngineSettings
@@ -32,8 +30,7 @@ from hone.plan.inputs import (
 from hone.plan.kv_cache import CacheRoom, most_within
 from hone.plan.local import LocalSettings
 from hone.plan.workload import share_of
-
-DTYPE_BYTES, FP8_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}, 1
+from hone.sizes import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,30 +131,42 @@ def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded:
     args, rollout, lengths = inputs.config.cluster.engines, inputs.config.rollout, inputs.workload.lengths
     if not args.kind.takes_share:
         return Embedded(_local_settings(inputs, devices), share_of(inputs.workload, devices))
-    sequences = args.max_num_seqs or rollout.max_concurrent_samples
-    longest = args.max_model_len or lengths.longest
-    least = max(sequences, longest) if args.enable_chunked_prefill is False else sequences
-    weight_bytes = bytes_each(inputs) if args.dtype == "auto" else DTYPE_BYTES[args.dtype]
+    settled = args.for_policy(
+        longest=lengths.longest,
+        max_concurrent=rollout.max_concurrent_samples,
+        prefill_tokens=rollout.prefill_tokens,
+        on_gpu=inputs.hardware.kind == "gpu",
+    )
     return EnginePlan(
-        EngineSettings(
-            architecture=inputs.architecture,
-            tensor_parallel_size=args.tensor_parallel_size,
-            gpu_memory_utilization=args.gpu_memory_utilization or POLICY_GPU_FRAC,
-            max_num_batched_tokens=args.max_num_batched_tokens or max(rollout.prefill_tokens, least),
-            max_num_seqs=sequences,
-            max_model_len=longest,
+        replace(
+            _vllm(settled, inputs.architecture, bytes_each(inputs)),
             lengths=(lengths.max_prompt, lengths.max_response),
             picture_pixels=inputs.picture_pixels,
-            graphs=not args.enforce_eager,
-            weight_bytes=weight_bytes,
-            kv_bytes=weight_bytes if args.kv_cache_dtype == "auto" else FP8_BYTES,
-            fixed_cache_bytes=args.kv_cache_memory_bytes,
-            offload_bytes=round(args.cpu_offload_gb * 2**30),
             adapter_rank=vllm_rank(inputs.config.lora.rank) if inputs.config.lora.publish == "adapter" else 0,
             prefix="engine: ",
             section="cluster.engines",
         ),
         inputs.hardware.memory_bytes,
+    )
+
+
+def _vllm(settled: EngineSection, architecture: Architecture, automatic: int) -> EngineSettings:
+    """A section whose null keys have their values, as vLLM gets it; of `automatic` see `EngineSection.bytes_each`."""
+    tokens, sequences, longest = settled.max_num_batched_tokens, settled.max_num_seqs, settled.max_model_len
+    assert settled.gpu_memory_utilization and tokens and sequences and longest
+    weight_bytes, kv_bytes = settled.bytes_each(automatic)
+    return EngineSettings(
+        architecture=architecture,
+        tensor_parallel_size=settled.tensor_parallel_size,
+        gpu_memory_utilization=settled.gpu_memory_utilization,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=sequences,
+        max_model_len=longest,
+        graphs=not settled.enforce_eager,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        fixed_cache_bytes=settled.kv_cache_memory_bytes,
+        offload_bytes=round(settled.cpu_offload_gb * 2**30),
     )
 
 
@@ -210,22 +219,16 @@ def _judge(inputs: Inputs, service: str) -> EnginePlan | EmbeddedJudge:
     lengths = max(one.prompt for one in asked), max(one.answer for one in asked)
     if engine.use == "hone":
         return _embedded_judge(inputs, service, lengths, sum(one.votes for one in asked))
-    return EnginePlan(
-        EngineSettings(
-            architecture=inputs.judges[service],
-            tensor_parallel_size=engine.tensor_parallel_size,
-            gpu_memory_utilization=engine.gpu_memory_utilization or SERVICE_GPU_FRAC,
-            max_num_batched_tokens=engine.max_num_batched_tokens or SERVICE_STEP_TOKENS,
-            max_num_seqs=engine.max_num_seqs or SERVICE_SEQUENCES,
-            max_model_len=engine.max_model_len or inputs.judges[service].max_positions or sum(lengths),
-            lengths=lengths,
-            answers=sum(one.votes for one in asked),
-            graphs=not engine.enforce_eager,
-            prefix="judge: ",
-            section=f"services.{service}.engine",
-        ),
-        inputs.hardware.memory_bytes,
+    architecture, settled = inputs.judges[service], engine.for_service()
+    longest = engine.max_model_len or architecture.max_positions or sum(lengths)
+    settings = replace(
+        _vllm(settled.model_copy(update={"max_model_len": longest}), architecture, DTYPE_BYTES["bfloat16"]),
+        lengths=lengths,
+        answers=sum(one.votes for one in asked),
+        prefix="judge: ",
+        section=f"services.{service}.engine",
     )
+    return EnginePlan(settings, inputs.hardware.memory_bytes)
 
 
 def _embedded_judge(inputs: Inputs, service: str, lengths: tuple[int, int], votes: int) -> EmbeddedJudge:

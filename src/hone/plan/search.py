@@ -251,10 +251,13 @@ class _Search:
         """What would be without this one change."""
         undone = self._undone(start, best, key)
         plan, margin = undone.plan, self.goal.headroom
-        if plan.verdict.problems:
-            return f"without it: {plan.verdict.problems[0]}"
+        broken = [problem for problem in plan.verdict.problems if problem not in best.plan.verdict.problems]
+        if len(plan.verdict.problems) > len(best.plan.verdict.problems):
+            return f"without it: {broken[0]}"
         if plan.impossible(margin) > best.plan.impossible(margin):
-            worst = min(plan.ledgers, key=lambda ledger: ledger.headroom_bytes / ledger.capacity_bytes)
+            with_it = {ledger.device: ledger.peak.bytes for ledger in best.plan.ledgers}
+            lacking = [one for one in plan.ledgers if one.peak.bytes > (1 - margin) * one.capacity_bytes]
+            worst = max(lacking, key=lambda one: (one.peak.bytes - with_it.get(one.device, 0)) / one.capacity_bytes)
             return f"without it {worst.peak.phase} would take {gib(worst.peak.bytes)} of {gib(worst.capacity_bytes)}"
         if undone.cost[0] > best.cost[0]:
             return f"without it a step would take {plan.time.step_s:.3g} s"

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 from packaging.requirements import Requirement
 
-from hone.config.engine import LEAST_TEMPERATURE, POLICY_GPU_FRAC, VLLM_SEES, EngineSection, vllm_rank
+from hone.config.engine import LEAST_TEMPERATURE, VLLM_SEES, EngineSection, vllm_rank
 from hone.config.run import LoraSection
 from hone.errors import EngineError
 from hone.plan.engine import refuse_states
 from hone.plan.families import architecture_from
+from hone.sizes import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from hone.rollout.engine import Sampling
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-FP8_BYTES = 1
 CPU_BLOCK_TOKENS = 32
 """The smallest that vLLM's attention on a CPU takes. Its own choice of 128 lets short prompts share nothing."""
 PLAIN_ROTARY = {"custom_ops": ["-rotary_embedding"]}
@@ -82,28 +81,23 @@ class VllmPlace:
 
 def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`. Raises EngineError for what this device cannot do."""
-    max_len = settings.max_model_len or place.longest_tokens
-    sequences = settings.max_num_seqs or place.max_concurrent
     if settings.enable_chunked_prefill and not on_gpu:
         raise EngineError(
             "enable_chunked_prefill = true: on a CPU vLLM cannot compute a prompt in pieces when its sample has a "
             "seed, and all have one. Leave it out."
         )
-    in_pieces = on_gpu if settings.enable_chunked_prefill is None else settings.enable_chunked_prefill
-    least_budget = sequences if in_pieces else max(sequences, max_len)
+    settings = settings.for_policy(
+        longest=place.longest_tokens,
+        max_concurrent=place.max_concurrent,
+        prefill_tokens=place.prefill_tokens,
+        on_gpu=on_gpu,
+    )
     dtype = place.precision if settings.dtype == "auto" else settings.dtype
     arguments = settings.model_dump(
         exclude={"use", "args", "sleep_level", "distributed_executor_backend"}, exclude_none=True
     ) | {
         "model": str(place.folder),
         "dtype": dtype,
-        "max_model_len": max_len,
-        "max_num_seqs": sequences,
-        "max_num_batched_tokens": settings.max_num_batched_tokens or max(place.prefill_tokens, least_budget),
-        "enable_chunked_prefill": in_pieces,
-        "enforce_eager": not on_gpu if settings.enforce_eager is None else settings.enforce_eager,
-        "gpu_memory_utilization": settings.gpu_memory_utilization or POLICY_GPU_FRAC,
-        "disable_log_stats": settings.disable_log_stats is not False,
         "trust_remote_code": place.trust_remote_code,
         "enable_sleep_mode": on_gpu and place.takes_turns,
         "enable_return_routed_experts": place.records_routing,
@@ -130,7 +124,7 @@ def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool)
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = settings.distributed_executor_backend
     if not on_gpu and settings.kv_cache_memory_bytes is None:
-        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(settings, place, sequences=sequences, max_len=max_len)
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(settings, place)
     return arguments
 
 
@@ -150,18 +144,21 @@ def _for_pictures(place: VllmPlace, *, on_gpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def _cpu_cache_bytes(settings: EngineSection, place: VllmPlace, *, sequences: int, max_len: int) -> int:
-    """What all sequences take at their longest, within `gpu_memory_utilization` of this machine's memory."""
+def _cpu_cache_bytes(settings: EngineSection, place: VllmPlace) -> int:
+    """What all sequences take at their longest, within `gpu_memory_utilization` of this machine's memory.
+
+    Args:
+        settings: see `EngineSection.for_policy`.
+    """
     architecture = architecture_from(json.loads((place.folder / "config.json").read_text()), source=str(place.folder))
     refuse_states(architecture)
-    dtype = place.precision if settings.dtype == "auto" else settings.dtype
-    each = DTYPE_BYTES[dtype] if settings.kv_cache_dtype == "auto" else FP8_BYTES
+    sequences, longest, share = settings.max_num_seqs, settings.max_model_len, settings.gpu_memory_utilization
+    assert sequences and longest and share
+    _, each = settings.bytes_each(DTYPE_BYTES[place.precision])
     per_token = architecture.kv_bytes_per_token(bytes_each=each, tensor_parallel=settings.tensor_parallel_size)
     block = settings.block_size or CPU_BLOCK_TOKENS
-    tokens = (sequences * -(-max_len // block) + 1) * block  # vLLM keeps a block for itself
-    return min(
-        tokens * per_token, int((settings.gpu_memory_utilization or POLICY_GPU_FRAC) * psutil.virtual_memory().total)
-    )
+    tokens = (sequences * -(-longest // block) + 1) * block  # vLLM keeps a block for itself
+    return min(tokens * per_token, int(share * psutil.virtual_memory().total))
 
 
 def check_sampling(sampling: Sampling) -> None:
