@@ -29,7 +29,7 @@ async def start(context):
     return OpenAIEngine(settings.url, context.tokenizer.decode, timeout_s=config.rollout.timeout_s)
 
 
-ENGINE = EngineKind("openai_engine:start", args=OpenAISettings)
+ENGINE = EngineKind("openai_engine:start", args=OpenAISettings, memory="none")
 
 
 class OpenAIEngine:

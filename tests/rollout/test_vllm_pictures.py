@@ -10,7 +10,7 @@ import torch
 from pictures import for_vllm, forward, picture, prompt_with, save_seeing_model
 from vllm_engines import Vllm
 
-from hone.config.engine import VLLM_SEES
+from hone.config.engine import VLLM_VISION_MODELS
 from hone.model.load import load_model
 from hone.rollout.engine import Request, Sampling
 
@@ -24,7 +24,7 @@ MARK = 42
 """Token that stands at pictures in the models of `save_seeing_model`."""
 
 
-@pytest.fixture(scope="module", params=[*sorted(VLLM_SEES), "qwen2_5_vl tied"])
+@pytest.fixture(scope="module", params=[*sorted(VLLM_VISION_MODELS), "qwen2_5_vl tied"])
 def running(request, tmp_path_factory):
     """Two models of a family, and vLLM with the first's weights."""
     kind, _, tied = request.param.partition(" ")

@@ -140,6 +140,16 @@ class EngineSection(Section):
         """`use`; what is still `auto` is Hone's own."""
         return "hone" if self.use == "auto" else self.use
 
+    def vision_problem(self, model_type: str) -> str:
+        """Why this engine does not sample from a model with a vision tower; "" if it does."""
+        known = self.kind.vision_models
+        if known is None or model_type in known:
+            return ""
+        return (
+            f"cluster.engines.use = {self.name}: {model_type} has a vision tower, and of such models the engine computes "
+            f"the trainer's logprobs for {', '.join(sorted(known)) or 'none'}. Set cluster.engines.use=hone."
+        )
+
     def changed(self) -> list[str]:
         """Names of the keys, `use` aside, that do not have their default."""
         return [name for name, value in self if name != "use" and value != type(self).model_fields[name].default]
@@ -222,8 +232,13 @@ class EngineKind:
     """Settings that it has besides; None: none."""
     rules: str = ""
     """`module:RULES`: functions of a RunConfig that yield breaches; "" is none."""
-    takes_share: bool = False
-    """It takes `gpu_memory_utilization` of each of its devices; else it is planned as Hone's own engine."""
+    memory: Literal["own", "share", "none"] = "own"
+    """What `hone plan` counts on each of its devices: weights and a cache as of Hone's own engine; a share of it,
+    `gpu_memory_utilization`; or nothing, for a client of a server elsewhere."""
+    vision_models: frozenset[str] | None = frozenset()
+    """Model types with a vision tower that it samples from as the trainer computes them; None: all that Hone trains."""
+    takes_adapters: bool = False
+    """An adapter alone can be published to it (`lora.publish`)."""
     records_routing: bool = False
     """Its samples have the experts that their tokens were sent to, where `algorithm.replay_routing` asks for it."""
     needs_folder: bool = False
@@ -232,7 +247,7 @@ class EngineKind:
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM makes room for."""
-VLLM_SEES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+VLLM_VISION_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Model types with a vision tower that vLLM samples from, with pictures or without: those whose logprobs were seen to
 be the trainer's (tests/rollout/test_vllm_pictures.py)."""
 
@@ -242,25 +257,22 @@ def vllm_rank(rank: int) -> int:
     return next(most for most in VLLM_RANKS if most >= rank)
 
 
-def unseen_by_vllm(model_type: str) -> str:
-    """That vLLM is not used for this model type, which has a vision tower; "" if it is."""
-    if model_type in VLLM_SEES:
-        return ""
-    return (
-        f"cluster.engines.use = vllm: {model_type} has a vision tower, and of such models vLLM was seen to compute the "
-        f"trainer's logprobs for {', '.join(sorted(VLLM_SEES))} alone. Set cluster.engines.use=hone."
-    )
-
-
 ENTRY_POINTS = "hone.rollout.engine"
 """Group of the entry points by which packages register engines: name -> `module:EngineKind instance`."""
 ENGINES = {
-    "hone": EngineKind("hone.assemble.processes:start_own", keys=frozenset({"enforce_eager"}), records_routing=True),
+    "hone": EngineKind(
+        "hone.assemble.processes:start_own",
+        keys=frozenset({"enforce_eager"}),
+        vision_models=None,
+        records_routing=True,
+    ),
     "vllm": EngineKind(
         "hone.assemble.vllm:start_vllm",
         keys=frozenset(EngineSection.model_fields) - {"use", "args"},
         rules="hone.config.rules.engines:VLLM_RULES",
-        takes_share=True,
+        memory="share",
+        vision_models=VLLM_VISION_MODELS,
+        takes_adapters=True,
         records_routing=True,
         needs_folder=True,
     ),

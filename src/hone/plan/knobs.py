@@ -62,7 +62,7 @@ def sampling(inputs: Inputs) -> dict[str, Sequence[Any]]:
     workload, config = inputs.workload, inputs.config
     in_flight = workload.samples * (workload.max_staleness + 1)
     today, engines = config.rollout.max_concurrent_samples, config.cluster.engines
-    if inputs.is_local or not engines.kind.takes_share:
+    if inputs.is_local or engines.kind.memory != "share":
         counts = {count for count in (16, 32, 64, 128, 256, 512, 1024, 2048) if count < in_flight} | {in_flight, today}
         prefill = {1024, 4096, 16384, config.rollout.prefill_tokens}
         return {"rollout.max_concurrent_samples": sorted(counts), "rollout.prefill_tokens": sorted(prefill)}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.automatic import on_devices
-from hone.config.engine import unseen_by_vllm
+from hone.config.engine import VLLM_VISION_MODELS
 from hone.config.render import inline
 from hone.config.rules.division import heads_divide
 from hone.config.rules.engines import ENGINE_RULES
@@ -189,6 +189,12 @@ def _notes(inputs: Inputs) -> list[str]:
             f"{measured.forward_flops:.0%}, as measured with {measured.parameters:,} parameters and "
             f"{measured.tokens:,} tokens a sequence"
         )
+    engines = config.cluster.engines
+    if not inputs.is_local and engines.kind.memory == "none":
+        notes.append(
+            f"cluster.engines.use = {engines.name} takes no memory of these devices; the time of its samples is "
+            "counted as that of Hone's own engine on one device"
+        )
     used = inputs.topology.num_devices + len(service_devices(config))
     if (idle := inputs.hardware.devices - used) > 0:
         notes.append(f"{idle} of {inputs.hardware.devices} devices would idle{_cluster_snippet(inputs)}")
@@ -219,7 +225,8 @@ def _cluster_snippet(inputs: Inputs) -> str:
 def cluster_settings(inputs: Inputs) -> dict[str, Any]:
     """Run-file keys that put a run of one process on all devices; empty if the rules do not allow it."""
     hardware, config = inputs.hardware, inputs.config
-    for use in ("hone",) if _unseen(inputs.architecture) else ("vllm", "hone"):
+    tower, kind = inputs.architecture.tower, inputs.architecture.model_type
+    for use in ("hone",) if tower and kind not in VLLM_VISION_MODELS else ("vllm", "hone"):
         settings: dict[str, Any] = {"cluster.backend": "ray"}
         if not config.cluster.pools:  # separate ones if sampling runs ahead
             settings |= {
@@ -243,25 +250,15 @@ def violations(inputs: Inputs, pools: Sequence[PoolPlan]) -> list[str]:
             f"{lengths.longest}, but the model has {arch.max_positions} positions. Take "
             f"{lengths.longest - arch.max_positions} off."
         )
-    engine = inputs.config.cluster.engines.name
-    if engine == "vllm" and not inputs.is_local and (unseen := _unseen(arch)):
-        found.append(unseen)
-    elif engine not in ("hone", "vllm") and not inputs.is_local and arch.tower:
-        found.append(
-            f"cluster.engines.use = {engine}: models with a vision tower are sampled by Hone's own engine and vLLM. "
-            "Set cluster.engines.use=hone."
-        )
+    if arch.tower and not inputs.is_local:
+        unseen = inputs.config.cluster.engines.vision_problem(arch.model_type)
+        found += [unseen] if unseen else []
     if arch.tower and (divided := divided_tower(arch.model_type, inputs.config.cluster)):
         found.append(divided)
     if not inputs.is_local:
         found += cluster_violations(inputs)
     engines = (engine for pool in pools for engine in (pool.engine, pool.judge) if isinstance(engine, EnginePlan))
     return found + [problem for problem in (engine.problem() for engine in engines) if problem]
-
-
-def _unseen(architecture: Architecture) -> str:
-    """Why vLLM is not used for a model, if that is for its vision tower."""
-    return unseen_by_vllm(architecture.model_type) if architecture.tower else ""
 
 
 def cluster_violations(inputs: Inputs) -> list[str]:

@@ -127,9 +127,11 @@ def _critic(inputs: Inputs, group: TrainerGroup) -> Trained:
     return replace(policy, name="critic", work=work, adapter=0)
 
 
-def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded:
+def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded | None:
     args, rollout, lengths = inputs.config.cluster.engines, inputs.config.rollout, inputs.workload.lengths
-    if not args.kind.takes_share:
+    if args.kind.memory == "none":
+        return None
+    if args.kind.memory == "own":
         return Embedded(_local_settings(inputs, devices), share_of(inputs.workload, devices))
     settled = args.for_policy(
         longest=lengths.longest,

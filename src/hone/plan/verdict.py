@@ -100,7 +100,7 @@ def _candidates(inputs: Inputs) -> Iterator[tuple[str, Any]]:
         yield "train.logprob_chunk_tokens", 256
     if train.activation_checkpointing != "full":
         yield "train.activation_checkpointing", "full"
-    if inputs.is_local or not cluster.engines.kind.takes_share:
+    if inputs.is_local or cluster.engines.kind.memory != "share":
         if rollout.max_concurrent_samples > 1:
             yield "rollout.max_concurrent_samples", rollout.max_concurrent_samples // 2
         if (held := room_of(inputs).tokens(rollout.max_concurrent_samples)) // 2 >= longest:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 from packaging.requirements import Requirement
 
-from hone.config.engine import LEAST_TEMPERATURE, VLLM_SEES, EngineSection, vllm_rank
+from hone.config.engine import LEAST_TEMPERATURE, VLLM_VISION_MODELS, EngineSection, vllm_rank
 from hone.config.run import LoraSection
 from hone.errors import EngineError
 from hone.plan.engine import refuse_states
@@ -115,7 +115,7 @@ def engine_arguments(settings: EngineSection, place: VllmPlace, *, on_gpu: bool)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(place.adapter.rank)}
     file = place.folder / "config.json"
     keys = json.loads(file.read_text()) if file.is_file() else {}  # vLLM says it if there is none
-    if keys.get("model_type") in VLLM_SEES:
+    if keys.get("model_type") in VLLM_VISION_MODELS:
         arguments |= _for_pictures(place, on_gpu=on_gpu)
     if not on_gpu:
         arguments.setdefault("block_size", CPU_BLOCK_TOKENS)

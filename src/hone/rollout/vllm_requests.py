@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import BatchFeature
 
-from hone.config.engine import VLLM_SEES
+from hone.config.engine import VLLM_VISION_MODELS
 from hone.data.pack import unrecorded
 from hone.errors import DataError, EngineError
 from hone.model.load import read_config
@@ -45,7 +45,7 @@ class VllmPictures:
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self._kind = str(json.loads((folder / "config.json").read_text()).get("model_type"))
         self._dtype, self._tower = dtype, None
-        if self._kind in VLLM_SEES:
+        if self._kind in VLLM_VISION_MODELS:
             self._tower = TOWERS[self._kind](nn.Module(), read_config(folder))
 
     def read(self, prompt: Prompt) -> Any:

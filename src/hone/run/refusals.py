@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
-from hone.config.engine import unseen_by_vllm
 from hone.config.run import ModelSection, RunConfig
 from hone.config.topology import divided_tower
 from hone.data.chat import Tokenizer, can_resolve, resolve_model
@@ -82,10 +81,9 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
     if config.data.image_columns and kind not in TOWERS:
         return no_pictures(kind)
     cluster = config.cluster
-    engine = cluster.engines.name
-    if "rl" in config.stages and engine == "vllm":
-        if unseen := unseen_by_vllm(kind):
-            return f"model: {unseen}"
+    if "rl" in config.stages and (unseen := cluster.engines.vision_problem(kind)):
+        return f"model: {unseen}"
+    if "rl" in config.stages and cluster.engines.name == "vllm":
         if kind == "qwen3_vl" and not architecture.get_text_config().rope_parameters.get("mrope_interleaved"):
             return (
                 "model: text_config.rope_parameters of config.json has no mrope_interleaved = true, without which vLLM "
@@ -97,11 +95,6 @@ def refused_by_run(config: RunConfig, architecture: PreTrainedConfig) -> str:
                 f"model: {kind} has a vision tower, and with one an adapter alone was not tried in vLLM (got "
                 "lora.publish = adapter). Set lora.publish=merged."
             )
-    elif "rl" in config.stages and engine != "hone":
-        return (
-            f"model: {kind} has a vision tower, which Hone's own engine and vLLM sample from (got "
-            f"cluster.engines.use = {engine}). Set cluster.engines.use=hone, or take a text model."
-        )
     divided = divided_tower(kind, cluster)
     return f"model: {divided}" if divided else ""
 

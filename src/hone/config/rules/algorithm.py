@@ -312,15 +312,17 @@ def adapter_has_a_stage_and_a_frozen_base(config: RunConfig) -> Iterator[Breach]
 
 
 def adapter_alone_goes_to_vllm(config: RunConfig) -> Iterator[Breach]:
-    lora, engines = config.lora, config.cluster.engines
+    lora, engines, takes_adapters = config.lora, config.cluster.engines, False
     if lora.publish != "adapter":
         return
+    with suppress(ConfigError):  # no such engine: another rule says it
+        takes_adapters = engines.kind.takes_adapters
     if not trains_adapter(config, "rl"):
         yield Breach(
             ("lora.publish", "lora.rank", "lora.stages"),
             "= adapter, and the rl stage trains none. Set lora.rank and name rl in lora.stages, or leave it out",
         )
-    elif config.cluster.backend != "ray" or engines.name != "vllm":
+    elif config.cluster.backend != "ray" or not takes_adapters:
         yield Breach(
             ("lora.publish", "cluster.backend", "cluster.engines.use"),
             "= adapter is for cluster.engines.use = vllm on cluster.backend = ray. Nearest: merged",

@@ -260,7 +260,7 @@ def judges_engines_fit_their_pool(config: RunConfig) -> Iterator[Breach]:
             )
         policys, share = config.cluster.engines, engine.gpu_memory_utilization or SERVICE_GPU_FRAC
         beside = policys.gpu_memory_utilization or POLICY_GPU_FRAC
-        shares = policys.kind.takes_share and "rollout" in config.cluster.pools[str(pool)].roles
+        shares = policys.kind.memory == "share" and "rollout" in config.cluster.pools[str(pool)].roles
         if shares and (total := share + beside) > MAX_SHARED_FRAC + 1e-9:
             yield Breach(
                 (f"{key}.gpu_memory_utilization", "cluster.engines.gpu_memory_utilization"),
