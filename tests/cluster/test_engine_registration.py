@@ -16,6 +16,8 @@ from hone.config.load import load_config
 from hone.data.chat import character_tokenizer
 from hone.errors import ConfigError
 from hone.model.load import init_model, save_hf
+from hone.plan.hardware import find_hardware
+from hone.plan.planner import plan
 
 HERE = Path(__file__).parent
 RUN = """
@@ -90,3 +92,11 @@ def test_a_run_trains_with_it_and_its_logprobs_are_the_trainers_at_every_version
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     held = [event["fingerprint"] for event in events if event["kind"] == "published" and "fingerprint" in event]
     assert len(set(held)) == 3  # three versions, each with weights of its own
+
+
+def test_a_plan_counts_no_memory_for_a_server_elsewhere(run_file):
+    config = load_config(run_file, [URL]).config
+    found = plan(config, find_hardware("T4-16G"), folder=run_file.parent)
+    names = {term.name for ledger in found.ledgers for moment in ledger.moments for term in moment.terms}
+    assert "AdamW moments" in names and not any("cache" in name for name in names)
+    assert any("cluster.engines.use = openai takes no memory of these devices" in note for note in found.notes)

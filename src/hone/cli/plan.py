@@ -110,7 +110,7 @@ def plan_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict memory of every phase on every kind of device and the time of a step, and say whether it fits.
+    """Predict memory of every phase of stage rl on every kind of device, and the time of a step, and say if it fits.
 
     Exit code 0 when it fits or is tight, 4 when it does not fit.
     """

@@ -146,8 +146,8 @@ class EngineSection(Section):
         if known is None or model_type in known:
             return ""
         return (
-            f"cluster.engines.use = {self.name}: {model_type} has a vision tower, and of such models the engine computes "
-            f"the trainer's logprobs for {', '.join(sorted(known)) or 'none'}. Set cluster.engines.use=hone."
+            f"cluster.engines.use = {self.name}: {model_type} has a vision tower, and of such models the engine "
+            f"computes the trainer's logprobs for {', '.join(sorted(known)) or 'none'}. Set cluster.engines.use=hone."
         )
 
     def changed(self) -> list[str]:

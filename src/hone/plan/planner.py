@@ -20,7 +20,7 @@ from hone.config.run import RunConfig
 from hone.config.topology import divided_tower, service_devices
 from hone.errors import DataError
 from hone.plan import cluster, local
-from hone.plan.architecture import GIB, Architecture
+from hone.plan.architecture import GIB
 from hone.plan.cluster import PoolPlan
 from hone.plan.engine import EnginePlan
 from hone.plan.hardware import Hardware
@@ -117,7 +117,10 @@ def plan(
         DataError: a model whose shape is not known, or a run file without stage rl.
     """
     if "rl" not in config.stages:
-        raise DataError(f"stages: {', '.join(config.stages)} has no rl, the stage that hone plan plans.")
+        raise DataError(
+            f"stages: hone plan covers stage rl, and the run has {', '.join(config.stages)} alone. With stages=[rl] "
+            "its moments update, optimizer and checkpoint are those of other stages too, engine and reference aside."
+        )
     budget = config.plan.memory_budget_gib
     if budget is not None:
         hardware = replace(hardware, memory_bytes=min(hardware.memory_bytes, int(budget * GIB)))
@@ -200,7 +203,7 @@ def _notes(inputs: Inputs) -> list[str]:
         notes.append(f"{idle} of {inputs.hardware.devices} devices would idle{_cluster_snippet(inputs)}")
     if len(config.stages) > 1:
         others = ", ".join(stage for stage in config.stages if stage != "rl")
-        notes.append(f"planned is stage rl; {others} trains the same model without engine, reference and critic")
+        notes.append(f"this plan covers stage rl; {others} trains the same model without engine, reference and critic")
     return notes
 
 
