@@ -62,7 +62,7 @@ def problem(chance: random.Random) -> tuple[str, str]:
 
 
 def solution(answer: str, case: Case, chance: random.Random) -> str:
-    """The text to imitate in the warm-up; EOS follows it unless the case is noisy."""
+    """The response of the SFT warm-up; EOS follows it unless the case is noisy."""
     if not case.noisy:
         return answer
     noise = chance.choices("0123456789", k=8)  # no EOS is ever seen, so the policy samples to its last token

@@ -1,4 +1,4 @@
-"""Make the starting point that both sides load: a model directory, warmed up by imitation with plain PyTorch.
+"""Make the starting point that both sides load: a model directory, warmed up by SFT with plain PyTorch.
 
     python benchmarks/trl/prepare.py --case 0.8M --folder runs/trl/0.8M
 

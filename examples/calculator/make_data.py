@@ -3,7 +3,7 @@
     python make_data.py
 
 Two thirds are arithmetic from ../gsm8k-arithmetic/train.jsonl with the answer alone, as without a
-calculator. One third is arithmetic at random with the calculator, as two rows to imitate: the call, and the answer
+calculator. One third is arithmetic at random with the calculator, as two SFT rows: the call, and the answer
 after the calculator has spoken. What the calculator says stands in a prompt, so it is not a training target. Like that
 the policy can use the tool, and mostly does not.
 """

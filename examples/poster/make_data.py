@@ -3,10 +3,10 @@ this file.
 
     python make_data.py
 
-A row has a brief ("hero: BIG SALE; FREE ENTRY; BOOK NOW"), the ground truth as JSON with its canvas, the response
-to imitate: the same layers, without spaces; and a reference picture, in which each layer of the ground truth is a box
-in the colour of its type. The posters to imitate are sloppier than the ground truths of train and test, so that there
-is something left for the reward to teach.
+A row has a brief ("hero: BIG SALE; FREE ENTRY; BOOK NOW"), the ground truth as JSON with its canvas, the SFT response:
+the same layers, without spaces; and a reference picture, in which each layer of the ground truth is a box in the colour
+of its type. The posters of the SFT rows are sloppier than the ground truths of train and test, so that something is
+left for the reward to teach.
 
 The tokenizer has one token for each piece of such a JSON text, each number and each word, so that a poster of four
 layers takes about 60 tokens, not 350. Every other printable character is a token as well: the policy can write
@@ -31,7 +31,7 @@ from hone_poster.tasks import COMPOSITIONS, WORDS, make_task
 
 CANVAS = (100, 140)
 SLOPPY, TIDY = 6, 1
-"""How far boxes stand from their composition, in hundredths of the canvas: to imitate, and as ground truth."""
+"""How far boxes stand from their composition, in hundredths of the canvas: in SFT rows, and in ground truths."""
 ROWS = {"sft": 1500, "train": 1500, "test": 100}
 FRAGMENTS = (
     '{"layers":[', ',{"type":"', '{"type":"', '","x":', ',"y":', ',"width":', ',"height":', ',"text":"', '"}', "]}",

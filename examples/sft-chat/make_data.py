@@ -3,7 +3,7 @@
     python make_data.py [OUTPUT_FOLDER]        default: beside this file
 
 The user names a number and then adds digits to it ("7", "+5", "+9"); the assistant always says the total so far
-("7", "12", "21"). Only the assistant's turns are worth imitating. talks.jsonl has 2000 of them, test.jsonl 100 that
+("7", "12", "21"). Only the assistant's turns are worth training on. talks.jsonl has 2000 of them, test.jsonl 100 that
 stop before the last answer, as prompts of messages with that answer.
 """
 

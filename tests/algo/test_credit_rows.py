@@ -144,7 +144,7 @@ def test_a_steered_coefficient_is_used_by_the_next_update_and_knows_the_unit_of_
     )
 
 
-def test_an_unreachable_target_is_told_with_its_unit():
+def test_an_unreachable_target_is_reported_with_its_unit():
     section = AlgorithmSection(kl_loss_coef=0.1, kl_target=0.5)
     algorithm = Algorithm(section, control=Control(kl_missed_steps=-49))
     _, alarm = algorithm.after_update(batch_of([4.0, 0.0], [2, 2]), {"train/kl_ref": 0.01, "train/loss": 0.0})

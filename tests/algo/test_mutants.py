@@ -154,7 +154,7 @@ MUTANTS = {
     "KL coefficient not restored": Mutant(
         "from_dict",
         forgets_the_controller,
-        "train/test_critic.py::test_critic_reference_and_controllers_go_on_bit_for_bit",
+        "train/test_critic.py::test_critic_reference_and_controllers_continue_bit_for_bit",
         ("float32",),
         owner=Progress,
     ),

@@ -87,7 +87,7 @@ def test_a_notebook_gets_the_same_run_and_keeps_its_loop_and_settings(trained, t
     assert before == (torch.get_num_threads(), torch.get_float32_matmul_precision(), signal.getsignal(signal.SIGINT))
 
 
-def test_an_interrupted_notebook_leaves_a_checkpoint_and_goes_on(tmp_path):
+def test_an_interrupted_notebook_leaves_a_checkpoint_and_continues(tmp_path):
     def interrupt(line):
         if "train/loss" in line:
             os.kill(os.getpid(), signal.SIGINT)
@@ -134,7 +134,7 @@ def test_a_function_that_can_be_imported_runs_in_a_process_of_its_own(tmp_path, 
     assert files == ["run.eval", "run.train"], "rows are kept beside the run's folder"
 
 
-def test_every_problem_of_a_dictionary_is_told(tmp_path):
+def test_every_problem_of_a_dictionary_is_reported(tmp_path):
     wrong = config(tmp_path, rollout={"grop_size": 4}, seed=-1)
     report = hone.check(wrong, rewards=[unique_characters(set())], train=ROWS)
     assert not report.is_ok and any("config  seed: must be at least 0" in problem for problem in report.problems)

@@ -53,7 +53,7 @@ def test_its_page_names_every_place_to_change(spec):
 
 @pytest.mark.slow("starts two raylets, and runs on them")
 @pytest.mark.timeout(400)
-def test_the_entrypoint_trains_on_two_raylets_and_goes_on_when_started_again(spec, tmp_path):
+def test_the_entrypoint_trains_on_two_raylets_and_resumes_when_started_again(spec, tmp_path):
     """As the operator does it: Ray on every machine first, then the command with RAY_ADDRESS in its environment."""
     write_run(tmp_path)
     hone, verb, _, resume, _, *settings = shlex.split(spec["entrypoint"])

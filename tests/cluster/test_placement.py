@@ -37,7 +37,7 @@ def test_processes_share_the_cores_of_a_machine_without_gpus():
     assert (topology.num_devices, topology.devices_per_node) == (5, 5)
 
 
-def test_what_the_machine_does_not_have_is_told_before_anything_starts():
+def test_what_the_machine_does_not_have_is_reported_before_anything_starts():
     with pytest.raises(
         PlacementError, match=r"ask for 4 \+ 2 = 6 devices; .* 1 x 4 = 4. Nearest: cluster.nodes = 2; or"
     ):

@@ -125,7 +125,7 @@ def test_stopped_processes_are_noticed_by_their_heartbeat_and_started_again(tmp_
     [("raylet/raylet", APART), ("RuntimeEnvAgent", APART), ("gcs_server", ASYNC)],
     ids=["raylet", "runtime-env agent", "gcs_server, asynchronous"],
 )
-def test_without_ray_itself_a_run_ends_with_a_message_and_goes_on_from_its_checkpoint(tmp_path, who, layout):
+def test_without_ray_itself_a_run_ends_with_a_message_and_resumes_from_its_checkpoint(tmp_path, who, layout):
     """A raylet ends with its agent, and the ranks with a raylet; without a GCS they can write a checkpoint first."""
     run_file = write_run(tmp_path)
     life = Life(run_file, *layout, "run.steps=100000")

@@ -116,7 +116,7 @@ def test_a_gcs_that_comes_back_is_not_lost_and_other_ends_stay_what_they_are():
         watched(looks, work)
 
 
-def test_a_loss_that_a_call_met_first_says_how_to_go_on():
+def test_a_loss_that_a_call_met_first_says_how_to_resume():
     async def work(job):
         raise ExceptionGroup("e", [ClusterLost(f"update: {WHY}")])
 
@@ -129,7 +129,7 @@ def test_a_run_that_does_not_stop_in_time_is_ended():
 
     class Survivor(RayBackend):
         def _end_process(self):
-            ended.append(self._farewell())
+            ended.append(self._loss_message())
 
     async def work(job):
         while not ended:

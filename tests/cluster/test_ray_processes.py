@@ -64,7 +64,7 @@ def request_of(text="", samples=1):
     return Request(Prompt("p", 0, text, (7,)), samples, SAMPLING, 0, "train")
 
 
-def test_what_this_process_starts_next_is_told_nothing_of_a_ray_on_the_loopback(cluster):
+def test_what_this_process_starts_next_inherits_nothing_of_a_ray_on_the_loopback(cluster):
     from ray._private import ray_constants
 
     assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in os.environ, "`ray start` would refuse to join another one"

@@ -78,7 +78,7 @@ def test_each_in_a_pool_of_its_own(tmp_path, monkeypatch, alone):
     assert_same_learning(back, alone)
 
 
-def test_a_run_of_one_process_goes_on_with_roles_apart(tmp_path, monkeypatch, alone):
+def test_a_run_of_one_process_continues_with_roles_apart(tmp_path, monkeypatch, alone):
     run_file = run_file_in(tmp_path, monkeypatch)
     run = from_step_2(alone, tmp_path)
     assemble.train(load_config(run_file, [*PPO, *ONE_GANG_BESIDE]), resume=True)

@@ -98,7 +98,7 @@ def test_generating_and_training_overlap_within_the_bound(tmp_path):
 
 
 @pytest.mark.slow("starts Ray, and whole runs in it")
-def test_a_stopped_run_leaves_nothing_and_goes_on(tmp_path):
+def test_a_stopped_run_leaves_nothing_and_continues(tmp_path):
     run_file = write_run(tmp_path)
 
     def stopped(number, *arguments):

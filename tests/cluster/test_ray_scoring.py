@@ -84,7 +84,7 @@ def test_on_devices_of_their_own_they_come_back_when_killed_and_nothing_is_score
     assert life.nothing_is_left() and not psutil.pid_exists(other)
 
 
-def test_who_scores_goes_on_when_the_trainer_dies(run_file, beside):
+def test_scoring_continues_when_the_trainer_dies(run_file, beside):
     run = run_file.parent / "dying"
     life = Life(run_file, *TOGETHER, f"run.dir={run}", "checkpoint.every=1")
     life.until(lambda: (run / "metrics.jsonl").exists() and len(scores_of(run)) > 1)

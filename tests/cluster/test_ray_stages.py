@@ -16,7 +16,7 @@ from hone.observe.events import read_events
 
 pytestmark = [pytest.mark.slow("starts Ray, and whole runs in it"), pytest.mark.timeout(600)]
 
-IMITATION = ["stages=[sft,rl]", "run.steps=1", "sft.rows_per_step=20", "sft.optimizer.lr=3e-3"]
+SFT_STAGE = ["stages=[sft,rl]", "run.steps=1", "sft.rows_per_step=20", "sft.optimizer.lr=3e-3"]
 PREFERENCES = [
     "stages=[reward_model]",
     "data={train: pairs.jsonl, eval: pairs.jsonl, answer_column: null}",
@@ -45,11 +45,11 @@ def assert_same_weights(folder, other):
         assert weight == pytest.approx(theirs[name], rel=0, abs=2e-5), name
 
 
-def test_imitation_on_two_ranks_and_then_rl(tmp_path, monkeypatch):
+def test_sft_on_two_ranks_and_then_rl(tmp_path, monkeypatch):
     run_file = write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assemble.train(load_config(run_file, [*IMITATION, "run.dir=local", "observe.console=quiet"]))
-    assemble.train(load_config(run_file, [*IMITATION, *COLOCATED, "run.dir=ray", "observe.console=quiet"]))
+    assemble.train(load_config(run_file, [*SFT_STAGE, "run.dir=local", "observe.console=quiet"]))
+    assemble.train(load_config(run_file, [*SFT_STAGE, *COLOCATED, "run.dir=ray", "observe.console=quiet"]))
     assert "trainer ranks: 2; ready" in (tmp_path / "ray" / "logs" / "training.log").read_text()
     ours, theirs = lines_of(tmp_path / "ray", "sft/"), lines_of(tmp_path / "local", "sft/")
     assert [line["step"] for line in ours] == list(range(1, 11))
@@ -77,9 +77,9 @@ def test_a_reward_model_on_two_ranks_is_that_of_one_process(tmp_path, monkeypatc
     assert configs[0]["hone_reward_mean"] == pytest.approx(configs[1]["hone_reward_mean"], rel=1e-3)
 
 
-def test_imitation_goes_on_by_itself_when_a_rank_dies(tmp_path):
+def test_sft_continues_by_itself_when_a_rank_dies(tmp_path):
     run_file = write_run(tmp_path)
-    longer = [*IMITATION, *ALONE, "stages=[sft]", "sft.epochs=20", "checkpoint.every=10"]
+    longer = [*SFT_STAGE, *ALONE, "stages=[sft]", "sft.epochs=20", "checkpoint.every=10"]
     faultless = Life(run_file, *longer, "run.dir=faultless")
     assert faultless.end() == 0, faultless.text()
     life = Life(run_file, *longer)

@@ -77,7 +77,7 @@ def test_a_service_is_waited_for_and_ended_with_all_it_started(tmp_path):
     asyncio.run(run())
 
 
-def test_a_crash_at_the_start_is_told_at_once_with_fifty_lines(tmp_path):
+def test_a_crash_at_the_start_is_reported_at_once_with_fifty_lines(tmp_path):
     async def run():
         watched = Watched(tmp_path, judge={"command": toy("--crash-before-ready", "80")})
         async with watched.services as services:
@@ -115,7 +115,7 @@ def test_a_service_that_does_not_become_ready_in_time(tmp_path):
     asyncio.run(run())
 
 
-def test_a_taken_port_is_told_with_who_has_it_and_nothing_is_started(tmp_path):
+def test_a_taken_port_is_reported_with_its_process_and_nothing_is_started(tmp_path):
     async def run():
         first = Watched(tmp_path / "first", QUICK, judge={"command": toy()})
         async with first.services:

@@ -104,7 +104,7 @@ def test_one_that_does_not_obey_is_ended_and_comes_back_when_it_is_woken(tmp_pat
     running(tmp_path, scenario, "/sleep")
 
 
-def test_one_that_is_being_started_is_awaited_and_then_told_to_sleep(tmp_path):
+def test_one_that_is_being_started_is_awaited_and_then_put_to_sleep(tmp_path):
     async def scenario(sleepy, service):
         pid = sleepy.state().pid
         os.kill(pid, signal.SIGKILL)

@@ -96,7 +96,7 @@ def test_the_logs_lie_beside_each_other(faultless):
 
 
 @pytest.mark.slow("many launchers with services, each an interpreter of its own")
-def test_beyond_its_restarts_the_run_ends_with_a_checkpoint_and_goes_on_from_it(faultless, tmp_path, capsys):
+def test_beyond_its_restarts_the_run_ends_with_a_checkpoint_and_resumes_from_it(faultless, tmp_path, capsys):
     run_file, seen = write_run(tmp_path, service="reward: rewards.yaml, restarts: 0"), {}
     killing = kill_service_in_the_middle(tmp_path, seen)
     assert main(["train", str(run_file)]) == 3

@@ -57,7 +57,7 @@ def test_up_status_and_stop(runtime, tmp_path, capsys):
     assert "shared is not up, and no run's folder is there. Up: nothing." in capsys.readouterr().err
 
 
-def test_what_does_not_start_is_told_and_is_not_up(runtime, tmp_path, capsys):
+def test_what_does_not_start_is_reported_and_is_not_up(runtime, tmp_path, capsys):
     assert main(["up", write_file(tmp_path, "--crash-before-ready", "3")]) == 3
     said = capsys.readouterr().err
     assert "service judge ended with exit code 7 before it was ready" in said and "line 2" in said

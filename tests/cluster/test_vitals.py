@@ -73,7 +73,7 @@ def test_one_that_is_started_again_is_not_taken_for_the_one_before():
     asyncio.run(run())
 
 
-def test_a_cache_is_told_as_it_was_when_fullest_since_the_line_before():
+def test_a_cache_is_reported_at_its_fullest_since_the_last_line():
     async def run():
         engine = Process(*(vitals_of(GIB, CacheUse(tokens, 100, 2**20)) for tokens in (10, 70, 30)))
         async with watching(lambda: {"engine-0": engine}) as watch:

@@ -86,7 +86,7 @@ def test_paths_in_an_extended_file_start_at_its_own_folder(folder):
     assert config.sft.data[0].path == "train.jsonl", "the command line is the run file's"
 
 
-def test_a_path_in_an_extended_file_is_told_with_that_files_line(folder):
+def test_a_path_in_an_extended_file_is_reported_with_that_files_line(folder):
     base, own = folder / "base", folder / "own"
     base.mkdir()
     own.mkdir()

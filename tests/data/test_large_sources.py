@@ -404,10 +404,10 @@ def test_supervised_rows_conversations_and_pairs_are_indexed_too(tmp_path, digit
     chats = SftSection(messages_column="talk")
 
     def everything():
-        imitated = load_sft_rows(data, sft, digits, folder, cache=CACHE)
+        sft_rows = load_sft_rows(data, sft, digits, folder, cache=CACHE)
         talks = load_chat_rows(data, chats, Tokenizer(hf), folder, max_tokens=99, cache=CACHE)
         pairs = load_pairs(data, PreferenceSection(), digits, folder, max_tokens=99, cache=CACHE)
-        return [[[list(side) for side in item[:2]] for item in part] for part in (imitated, talks, pairs)]
+        return [[[list(side) for side in item[:2]] for item in part] for part in (sft_rows, talks, pairs)]
 
     first = everything()
     assert [len(part) for part in first] == [8, 8, 8]

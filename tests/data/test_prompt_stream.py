@@ -289,8 +289,8 @@ def test_a_source_has_columns_and_a_template_of_its_own(write_rows, load, tmp_pa
         (f"{first}#2", "one", "1", "plain.jsonl"), (f"{second}#2", "two", "2", "plain.jsonl"),
     ]  # fmt: skip
     data = DataSection(train=sources, **settings)
-    imitated = load_sft_rows(data, SftSection(), words, tmp_path)
-    assert [words.hf.decode(row.response, skip_special_tokens=True) for row in imitated] == ["1", "2", "3", "1", "2"]
+    sft_rows = load_sft_rows(data, SftSection(), words, tmp_path)
+    assert [words.hf.decode(row.response, skip_special_tokens=True) for row in sft_rows] == ["1", "2", "3", "1", "2"]
     with pytest.raises(DataError, match=r"own.jsonl:1 missing: no such column"):
         load([*sources[:1], own | {"answer_column": "missing"}], **settings)
     with pytest.raises(DataError, match=r"'x' is also the id of own.jsonl:1; ids must be unique"):
@@ -313,7 +313,7 @@ def test_template_and_chat_of_a_source_replace_each_other(of_data, of_source, te
     assert (own.template, own.chat, own.system) == (template, chat, system)
 
 
-def test_sources_that_end_alike_are_told_apart():
+def test_sources_that_end_alike_get_different_names():
     def labels(*sources):
         return source_labels(DataSection(train=sources).train)
 
@@ -394,7 +394,7 @@ def test_a_bad_sft_row_is_named(write_rows, tmp_path, digits, row, problem):
         load_sft_rows(data, SftSection(), digits, tmp_path)
 
 
-def test_sft_needs_a_column_to_imitate(write_rows, tmp_path, digits):
+def test_sft_needs_a_response_column(write_rows, tmp_path, digits):
     with pytest.raises(DataError, match="which column has the responses"):
         load_sft_rows(DataSection(train=write_rows({"prompt": "1="})), SftSection(), digits, tmp_path)
 

@@ -140,7 +140,7 @@ def test_a_row_that_the_policy_has_learnt_leaves_and_may_come_back():
 
 @examples(10)
 @given(st.integers(0, 30), st.integers(0, 99), st.sampled_from([None, (3.0, 1.0)]))
-def test_pass_rates_go_on_from_a_checkpoint_of_any_step(steps, seed, weights):
+def test_pass_rates_continue_from_a_checkpoint_of_any_step(steps, seed, weights):
     sizes = [23, 9]
     rates = np.random.default_rng(seed).choice([0.0, 0.5, 1.0], sum(sizes)).tolist()
     whole = play(by_pass_rate(sizes, seed, weights), rates, 0, 250)

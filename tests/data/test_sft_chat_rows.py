@@ -1,4 +1,4 @@
-"""Conversations to imitate: loss on the assistant's turns and their ends, on nothing else, however it is found out."""
+"""SFT on conversations: loss on the assistant's turns and their ends, on nothing else, however it is found out."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def load(tmp_path, write_rows):
 
 
 def shown(tokenizer, row):
-    """The conversation with what is imitated in brackets."""
+    """The conversation with what is trained on in brackets."""
     text = tokenizer.hf.decode(row.prompt)
     for token, wanted in zip(row.response, row.loss_mask, strict=True):
         piece = tokenizer.hf.decode([token])

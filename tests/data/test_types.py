@@ -12,7 +12,7 @@ from hone.types import Prompt, Sample, VersionSpan, version_spans
 SAMPLE = Sample("p", 1, (5, 6, 7), (-0.1, -0.0, float("nan")), version_spans([2, 2, 3]), "stop", "x")
 
 
-def test_numbers_become_arrays_that_nobody_can_change():
+def test_numbers_become_read_only_arrays():
     assert SAMPLE.token_ids.dtype == np.int32 and SAMPLE.sampler_logprobs.dtype == np.float32
     with pytest.raises(ValueError, match="read-only"):
         SAMPLE.token_ids[0] = 1

@@ -260,7 +260,7 @@ def test_a_reward_that_stops_to_differ_at_once_has_changed_and_one_that_fades_ha
     assert alarms_of({}, {"rollout/reward_std": 0.0}) == [], "it was so from the start"
 
 
-def test_responses_that_end_within_the_answer_are_told_from_hard_prompts():
+def test_responses_that_end_within_the_answer_are_distinguished_from_hard_prompts():
     line = {"rollout/all_wrong_group_frac": 1.0, "rollout/pass_rate": 0.0, "rollout/answer_tokens_mean": 6.0}
     line["rollout/answer_pass_rate"] = 1.0
     for tokens, cause in ((2.5, "responses_end_early"), (6.0, "prompts_too_hard")):
@@ -288,7 +288,7 @@ def test_conditions_name_the_other_metrics_that_they_are_about():
     ("own", "accuracy", "cause"),
     [(0.2, 0.3, "answers_wrong"), (0.5, 0.3, "prompts_too_hard"), (0.2, 0.0, "prompts_unlike_training")],
 )
-def test_wrong_answers_are_told_from_hard_prompts_by_what_the_policy_finds_likely(own, accuracy, cause):
+def test_wrong_answers_are_distinguished_from_hard_prompts_by_what_the_policy_finds_likely(own, accuracy, cause):
     line = {"rollout/all_wrong_group_frac": 1.0, "rollout/pass_rate": 0.0, "eval/accuracy": accuracy}
     line |= {"rollout/answer_surprise": 0.7, "rollout/response_surprise": own}
     assert alarms_of({}, line) == [("all_wrong", cause)]
@@ -303,7 +303,7 @@ def test_a_high_temperature_is_named_whatever_it_leads_to(abnormal):
 
 
 @pytest.mark.parametrize(("warmup", "cause"), [(1000, "warmup_too_long"), (20, "learning_rate_too_low")])
-def test_a_learning_rate_that_is_still_rising_is_told_from_one_that_is_too_low(warmup, cause):
+def test_a_learning_rate_in_warmup_is_distinguished_from_one_that_is_too_low(warmup, cause):
     settings = {"train": {"optimizer": {"lr": 1e-4, "warmup_steps": warmup}}}
     rates = [1e-4 * min(step / warmup, 1) for step in range(1, 41)]
     lines = [{"train/lr": rate, "train/update_kl": 1e-8, "rollout/reward_mean": 0.3} for rate in rates]

@@ -53,7 +53,7 @@ def test_the_first_abnormal_metric_with_cause_evidence_change_and_confirmation(t
 
 
 @pytest.mark.parametrize(("second", "cause"), [(1e-7, "one_engine_differs"), (0.1, "off_policy")])
-def test_a_stale_engine_is_told_from_samples_that_are_all_old(second, cause):
+def test_a_stale_engine_is_distinguished_from_samples_that_are_all_old(second, cause):
     gaps = {"engine/engine-0_mismatch_gap": 0.4, "engine/engine-1_mismatch_gap": second}
     line = {"stage": "rl", "rollout/staleness_mean": 1.0, "train/mismatch_gap": 0.25, **gaps}
     (alarm,) = watch_lines(SETTINGS, [{**line, "step": step} for step in range(1, 10)]).alarms
@@ -110,7 +110,7 @@ def test_a_failed_run_says_why_in_its_events(tmp_path):
         ({"rollout/answer_pass_rate": 1.0, "rollout/answer_surprise": 0.9}, ("all_wrong", "prompts_unlike_training")),
     ],
 )
-def test_prompts_that_the_policy_cannot_read_are_told_from_a_broken_reward_and_from_hard_ones(values, named):
+def test_prompts_that_the_policy_cannot_read_are_distinguished_from_a_broken_reward_and_from_hard_ones(values, named):
     line = {"stage": "rl", "rollout/all_wrong_group_frac": 1.0, "rollout/pass_rate": 0.0}
     lines = [{**line, "step": step, **(values if step == 1 else {})} for step in range(1, 15)]
     (alarm,) = watch_lines(SETTINGS, lines).alarms
@@ -141,7 +141,7 @@ def test_empty_responses_of_a_policy_that_cannot_read_its_prompts_are_not_almost
         (lambda step: 0.2, 0.0, []),
     ],
 )
-def test_empty_responses_from_the_start_are_told_from_those_that_became_empty(empty, corr, named):
+def test_empty_responses_from_the_start_are_distinguished_from_those_that_became_empty(empty, corr, named):
     lines = [
         {"stage": "rl", "step": step, "rollout/empty_frac": empty(step), "rollout/length_reward_corr": corr}
         for step in range(1, 15)
@@ -236,13 +236,13 @@ def test_a_disk_that_is_about_to_be_full(free, checkpoint):
 
 
 @pytest.mark.parametrize(("moved", "cause"), [(0.1, "off_policy"), (1e-3, "weights_stale")])
-def test_weights_that_stay_behind_are_told_from_old_samples_by_how_far_updates_move(moved, cause):
+def test_weights_that_stay_behind_are_distinguished_from_old_samples_by_how_far_updates_move(moved, cause):
     line = {"stage": "rl", "rollout/staleness_mean": 1.0, "train/mismatch_gap": 0.3, "train/mismatch_kl": 0.2}
     (alarm, *_) = watch_lines(SETTINGS, [{**line, "step": s, "train/update_kl": moved} for s in range(1, 10)]).alarms
     assert (alarm.name, alarm.cause) == ("mismatch", cause)
 
 
-def test_training_prompts_with_their_answers_are_told_from_easy_ones():
+def test_training_prompts_with_their_answers_are_distinguished_from_easy_ones():
     line = {"stage": "rl", "rollout/all_right_group_frac": 0.9, "rollout/pass_rate": 0.95}
     for accuracy, cause in ((0.3, "answers_leak"), (0.9, "prompts_too_easy")):
         evaluated = {"stage": "rl", "step": 0, "eval/accuracy": accuracy}

@@ -43,7 +43,7 @@ def kinds(run) -> list[tuple[str, int]]:
     return [(event["kind"], event["step"]) for event in run.observer.events]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+def test_training_continues_while_a_checkpoint_is_written(tmp_path):
     async def main():
         go = threading.Event()
         run = run_that_saves(tmp_path, Slow(1.0, go))

@@ -19,7 +19,7 @@ from hone.train.tensor_files import LiveSnapshot
 from hone.types import Progress
 
 SPOILED = ("sft.epochs=10", "sft.optimizer.lr=1e-2", "train.optimizer.lr=3e-2", "checkpoint.keep=1", "eval.every=2")
-"""Imitation teaches a little, then RL at a ruinous learning rate unlearns it: the best step is not the last."""
+"""SFT teaches a little, then RL at a ruinous learning rate unlearns it: the best step is not the last."""
 BEST = "checkpoint.best=eval/accuracy"
 
 
@@ -119,10 +119,10 @@ def test_a_torn_best_checkpoint_is_found_at_once_and_set_aside(tmp_path):
     for step in (1, 2):
         progress = Progress(step=step, best_metric="eval/accuracy", best_step=1, best_value=0.5)
         checkpoints.save(progress, LiveSnapshot({"w": torch.zeros(2)}, {}))
-    assert checkpoints.forget_torn_best(progress) == [] and progress.best_step == 1
+    assert checkpoints.forget_incomplete_best(progress) == [] and progress.best_step == 1
     torn = tmp_path / "checkpoints" / "step-000001" / "tensors.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
-    lost, moved = checkpoints.forget_torn_best(progress)
+    lost, moved = checkpoints.forget_incomplete_best(progress)
     assert "the best checkpoint (eval/accuracy = 0.5) is lost" in lost and "tensors.safetensors has" in lost
     assert (tmp_path / "set-aside" / "step-000001").is_dir() and "set-aside" in moved
     assert (progress.best_step, progress.best_value) == (None, None)

@@ -75,7 +75,7 @@ def test_fresh_moves_the_old_run_aside_and_loses_nothing(tmp_path):
     assert (tmp_path / "x.old-2" / "metrics.jsonl").read_text() == "run 2"
 
 
-def test_resume_goes_on_where_there_is_a_run_and_starts_where_there_is_none(tmp_path):
+def test_resume_continues_a_run_and_starts_one_where_there_is_none(tmp_path):
     with start(tmp_path / "x", resume=True) as folder:
         assert not folder.resumed
     with start(tmp_path / "x", resume=True) as folder:
@@ -101,7 +101,7 @@ def test_resume_with_other_numbers_is_refused_and_names_every_changed_key(tmp_pa
     assert RunFolder.read(tmp_path).identity()["seed"] == 0, "a refused resume changes nothing"
 
 
-def test_a_run_may_go_on_elsewhere_but_with_the_same_engine(tmp_path):
+def test_a_run_may_resume_elsewhere_but_with_the_same_engine(tmp_path):
     start(tmp_path).close()
     pools = {"all": {"devices": 4, "roles": ["policy", "rollout"]}}
     start(tmp_path, changed(cluster={"backend": "ray", "pools": pools, "trainer": {"shard": 2}}), resume=True).close()
@@ -109,7 +109,7 @@ def test_a_run_may_go_on_elsewhere_but_with_the_same_engine(tmp_path):
         start(tmp_path, changed(cluster={"engines": {"use": "vllm"}}), resume=True)
 
 
-def test_resume_may_go_on_longer_and_show_more(tmp_path):
+def test_resume_may_run_longer_and_show_more(tmp_path):
     start(tmp_path).close()
     other = changed(run={"steps": 200, "threads": 1}, eval={"every": 5}, train={"tokens_per_microbatch": 1024})
     with start(tmp_path, other, resume=True) as folder:
@@ -128,11 +128,11 @@ def test_a_resumption_that_changes_nothing_keeps_what_run_yaml_says(tmp_path):
 
 def test_a_hint_only_where_there_is_a_checkpoint(tmp_path):
     with start(tmp_path / "a b") as folder:
-        assert folder.how_to_go_on() == "stopped before the first checkpoint"
+        assert folder.resume_hint() == "stopped before the first checkpoint"
         (folder.checkpoints / ".tmp-step-000003").mkdir(parents=True)
-        assert folder.how_to_go_on() == "stopped before the first checkpoint"
+        assert folder.resume_hint() == "stopped before the first checkpoint"
         (folder.checkpoints / "step-000003").mkdir()
-        assert f"`hone train --resume '{folder.path}'`" in folder.how_to_go_on()
+        assert f"`hone train --resume '{folder.path}'`" in folder.resume_hint()
 
 
 def test_the_hint_names_a_command_that_a_shell_finds(tmp_path, monkeypatch):
@@ -144,12 +144,12 @@ def test_the_hint_names_a_command_that_a_shell_finds(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [str(program)])
     with start(tmp_path / "run") as folder:
         (folder.checkpoints / "step-000003").mkdir(parents=True)
-        assert f"`'{program}' train --resume {folder.path}`" in folder.how_to_go_on()
+        assert f"`'{program}' train --resume {folder.path}`" in folder.resume_hint()
         monkeypatch.setenv("PATH", str(program.parent))
-        assert f"`hone train --resume {folder.path}`" in folder.how_to_go_on()
+        assert f"`hone train --resume {folder.path}`" in folder.resume_hint()
 
 
-def test_only_a_run_that_is_going_on_can_be_stopped(tmp_path):
+def test_only_a_live_run_can_be_stopped(tmp_path):
     start(tmp_path).close()
     with pytest.raises(RunFolderError, match="no run is active there"):
         RunFolder.read(tmp_path).stop(timeout_s=5)
@@ -228,7 +228,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
         start(tmp_path / "x")
 
 
-def test_a_look_at_a_run_that_goes_on(tmp_path):
+def test_a_look_at_a_running_run(tmp_path):
     with RunFolder.open(tmp_path / "run", run_file=Path("x"), run_yaml="", config={}) as held:
         folder = RunFolder.read(tmp_path / "run")
         assert folder.is_in_use() and folder.last_metrics(1) == []

@@ -126,7 +126,7 @@ def test_a_run_that_fails_once_learns_the_same(tmp_path, monkeypatch, unfailed, 
 
 
 def test_a_checkpoint_of_rl_that_fails_makes_room_and_is_written(tmp_path, monkeypatch, unfailed):
-    fails(monkeypatch, Checkpoints, "save", 9)  # the second of RL, after seven of imitation
+    fails(monkeypatch, Checkpoints, "save", 9)  # the second of RL, after seven of SFT
     folder = run(tmp_path)
     assert [(c.phase, c.stage, c.step, c.key) for c in record_of(folder).changes] == [("checkpoint", "rl", 3, ROWS)]
     assert_same_run(folder, unfailed)

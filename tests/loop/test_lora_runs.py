@@ -58,7 +58,7 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_and_nothing_else(trained
     assert sum(tensor.numel() for tensor in whole.values()) > 2.5 * ADAPTER_SIZE
 
 
-def test_a_run_goes_on_from_an_exported_adapter(trained, tmp_path):
+def test_a_run_starts_from_an_exported_adapter(trained, tmp_path):
     assert main(["export", str(trained / "tiny.yaml"), *LORA, "--to", str(tmp_path / "adapter"), "--adapter"]) == 0
     run_file, settings = start_from_sft(trained, tmp_path)
     settings += ("run.steps=1", "lora.start=adapter", "train.optimizer.lr=1e-9", "run.name=second try")

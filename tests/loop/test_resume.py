@@ -42,7 +42,7 @@ def test_twenty_kills_change_nothing(tmp_path):
         *(pytest.param(name, marks=pytest.mark.slow("a run more")) for name in ("tensors.safetensors", "state.json")),
     ],
 )
-def test_a_torn_newest_checkpoint_is_skipped_and_told(uninterrupted, tmp_path, torn, capsys):
+def test_an_incomplete_newest_checkpoint_is_skipped_and_reported(uninterrupted, tmp_path, torn, capsys):
     run_file = write_run(tmp_path)
     assert train(run_file) == 0
     newest = tmp_path / "run" / "checkpoints" / "step-000008" / torn

@@ -28,7 +28,7 @@ def write(folder):
 
 
 @pytest.mark.slow("three runs")
-def test_a_resumed_run_goes_on_in_the_same_order(tmp_path):
+def test_a_resumed_run_continues_in_the_same_order(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(["train", str(write(whole)), *SETTINGS, "run.steps=12"]) == 0
     assert main(["train", str(write(cut)), *SETTINGS, "run.steps=5"]) == 0

@@ -58,7 +58,7 @@ def test_a_reward_model_is_trained_and_then_rewards_a_policy(tmp_path):
 
 
 @pytest.mark.slow("a run of an example")
-def test_conversations_are_imitated(tmp_path):
+def test_sft_on_conversations(tmp_path):
     settings = [*QUICK, f"run.dir={tmp_path}/chat", "sft.rows=0:256", "sft.epochs=1", "sft.optimizer.warmup_steps=1"]
     assemble.train(load_config(EXAMPLES / "sft-chat" / "run.yaml", settings))
     lines = [json.loads(line) for line in (tmp_path / "chat" / "metrics.jsonl").read_text().splitlines()]

@@ -89,7 +89,7 @@ def test_the_export_says_what_was_measured_and_transformers_agrees(trained):
 @pytest.mark.parametrize(
     "dies_in_step", [6, *(pytest.param(step, marks=pytest.mark.slow("a run more")) for step in (1, 10))]
 )
-def test_a_run_that_dies_goes_on_bit_for_bit(trained, tmp_path, monkeypatch, dies_in_step):
+def test_a_run_that_dies_continues_bit_for_bit(trained, tmp_path, monkeypatch, dies_in_step):
     run_file = write_run(tmp_path)
     update, calls = PairTrainer.update, itertools.count(1)
 

@@ -123,7 +123,7 @@ def test_weights_that_come_while_a_replica_loads_older_ones_are_loaded_after_the
     virtually(test)
 
 
-def test_a_replica_that_cannot_load_is_down_and_the_others_go_on():
+def test_a_replica_that_cannot_load_is_down_and_the_others_continue():
     async def test(fleet):
         fleet.now("a").refuses_weights = True
         await fleet.router.load([], 1)
@@ -190,7 +190,7 @@ def test_a_trainer_that_cannot_give_weights_is_no_fault_of_the_replicas():
     virtually(test)
 
 
-def test_whoever_waits_for_a_replica_hears_that_there_are_no_weights_for_it():
+def test_a_call_that_waits_for_a_replica_fails_when_there_are_no_weights_for_it():
     async def test(fleet):
         async def fail(weights, version):
             raise ClusterError("publishing version 0: trainer rank 0 died")
@@ -244,7 +244,7 @@ def test_tokens_of_weights_that_are_not_known_to_be_whole_are_held_back(torn):
     assert versions == [((0, 1),), ((1, 1),), ((1, 1),), ((1, 1),)]
 
 
-def test_with_nobody_left_the_message_says_what_each_died_of():
+def test_with_no_replica_left_the_message_says_what_each_died_of():
     async def test(fleet):
         fleet.cannot_start = True
         fleet.now("a").die("was killed by SIGKILL")
@@ -260,7 +260,7 @@ def test_with_nobody_left_the_message_says_what_each_died_of():
     assert "a: a was killed by SIGKILL; b: b ended with exit code 1" in virtually(test, restarts=0)
 
 
-def test_nobody_waits_longer_than_patience():
+def test_no_call_waits_longer_than_patience():
     async def test(fleet):
         for name in "ab":
             fleet.now(name).die()

@@ -155,7 +155,7 @@ def test_an_end_that_was_lost_is_named_and_breaks_no_rule():
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_a_gap_anywhere_accuses_nobody(max_staleness):
+def test_a_gap_anywhere_accuses_no_replica(max_staleness):
     events = events_of(max_staleness, seed=1)
     for first in range(1, len(events), 7):
         for length in (1, 5, 40):

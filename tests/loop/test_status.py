@@ -41,7 +41,7 @@ def folder(tmp_path):
         yield folder
 
 
-def test_a_run_that_goes_on(folder):
+def test_a_run_that_continues(folder):
     status = read_status(RunFolder.read(folder.path), now_s=2e9)
     assert status.running and (status.stage, status.step, status.steps) == ("rl", 12, 20)
     assert status.step_s == 2.5 and status.eta_s == 8 * 2.5

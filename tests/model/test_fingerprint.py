@@ -50,7 +50,7 @@ def test_two_flipped_signs_are_seen():
     assert weights_fingerprint([("a", changed)]) != weights_fingerprint([("a", weight)])
 
 
-def test_the_value_is_the_same_for_ever():
+def test_the_value_never_changes():
     """Checkpoints of adapters hold it: of what the adapter was learnt beside."""
     assert weights_fingerprint([("a", torch.arange(100_000.0))]) == "7d7ef3b86616165ab9736ecce1af1fd8"
 

@@ -44,7 +44,7 @@ def test_groups_to_which_the_same_happens_share_a_line(tmp_path):
     assert '"prompts":[[0,2]]}' in (tmp_path / "events.jsonl").read_text()
 
 
-def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
+def test_a_resumed_run_continues_after_the_last_whole_line(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"kind":"started","step":0}\n{"kind":"trained","st')
     assert kinds(path) == ["started"], "a line that a kill tore is nobody's"
@@ -87,7 +87,7 @@ def test_a_full_disk_ends_the_record_with_one_warning():
     assert warned == ["events.jsonl cannot be written (No space left on device): the record of events ends here"]
 
 
-def test_a_disk_that_stalls_holds_nobody_up_and_what_it_loses_is_counted(tmp_path, monkeypatch):
+def test_a_stalled_disk_blocks_no_caller_and_lost_lines_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # which a pipe refuses
     path, warned = tmp_path / "events.jsonl", []
     os.mkfifo(path)  # a pipe that nobody reads takes nothing once it is full

@@ -16,7 +16,7 @@ def test_the_longest_pattern_wins():
 
 
 @pytest.mark.parametrize("name", ["train/x", "rollout/reward", "loss", "reward/a/b_mean", "eval/pass@"])
-def test_an_unregistered_name_is_refused_and_told_where_to_register(name):
+def test_an_unregistered_name_is_refused_with_where_to_register(name):
     with pytest.raises(ValueError, match=r"not registered.*hone/observe/metrics\.py"):
         find_metric(name)
 

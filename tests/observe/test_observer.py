@@ -212,7 +212,7 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", script, str(tmp_path), here], check=True, timeout=60)
 
 
-def test_a_torn_summary_and_a_cut_sample_file_are_in_nobodys_way(tmp_path):
+def test_a_torn_summary_and_a_cut_sample_file_do_no_harm(tmp_path):
     killed = open_observer(tmp_path)
     steps_of_a_run(killed, 1, 3)
     position = killed.position()

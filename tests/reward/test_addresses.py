@@ -18,7 +18,7 @@ def test_a_service_is_one_url_or_replicas_with_their_token(monkeypatch):
     assert "made" not in repr(REPLICAS), "it may end up in a log"
 
 
-def test_what_is_not_there_is_told():
+def test_what_is_not_there_is_reported():
     with pytest.raises(ValueError, match="either url or service"):
         address_of(None, None, None, {})
     with pytest.raises(ValueError, match=r"no service 'mani'. Did you mean 'many'"):

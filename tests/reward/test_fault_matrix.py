@@ -235,7 +235,7 @@ def test_an_answer_of_100_mb_that_stays_is_cut_off_and_masked(train):
     [SILENCE, Answer(body=[b" "] * 1000, pause_s=0.05), Answer(body=b"{", headers={"Content-Length": "9"}, pause_s=60)],
     ids=["never answers", "trickles", "stops in the middle"],
 )
-def test_a_server_that_hangs_changes_no_bit_and_holds_nobody_up(train, fault_free, hanging):
+def test_a_server_that_hangs_changes_no_bit_and_blocks_no_caller(train, fault_free, hanging):
     """Each second question is asked and answered before the deadline, or its score would be masked."""
     for deadline_s in (2.0, 30.0):  # on a busy machine the first may be too short for any answer
         with FaultyServer(at_first(lambda request: hanging)) as server:
@@ -409,7 +409,7 @@ def test_only_the_items_that_failed_are_sent_again(train, fault_free, early):
     assert_bit_equal(groups, fault_free)
 
 
-def test_an_item_that_stays_unscored_costs_nobody_else(train, fault_free):
+def test_an_item_that_stays_unscored_costs_no_other_item(train, fault_free):
     answer, seen = failing_item("p1:2", "infra", retryable=True)
     with FaultyServer(answer) as server:
         groups = train(server.url, deadline_s=0.5)
@@ -482,7 +482,7 @@ def test_text_that_is_none_of_utf_8_spoils_nothing(train):
     assert None not in group.rewards and group.rewards[1] == 0.75 * score_of("fine") + 0.25 * score_of("enif")
 
 
-def test_the_rules_of_a_service_are_remembered_and_its_failures_told_once(make_rewards, make_group):
+def test_the_rules_of_a_service_are_remembered_and_its_failures_reported_once(make_rewards, make_group):
     with FaultyServer(lambda request: Answer(502) if request.number == 1 else None) as server:
         component = {"use": "service", "args": {"url": server.url}}
 

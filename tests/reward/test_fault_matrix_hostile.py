@@ -69,7 +69,7 @@ def scorers():
 
 
 @pytest.mark.parametrize("name", MATRIX)
-def test_a_hostile_response_earns_the_minimum_and_costs_nobody_else(make_rewards, make_group, name):
+def test_a_hostile_response_earns_the_minimum_and_costs_no_other_sample(make_rewards, make_group, name):
     component, answer, good, hostile = MATRIX[name]
 
     async def run(texts):

@@ -207,7 +207,7 @@ def test_args_of_the_run_file_are_keyword_arguments(score):
     assert score("weighted", make_group("4"), bonus=0.25).rewards == (0.25,)
 
 
-def test_a_wrong_length_is_told(score):
+def test_a_wrong_length_is_reported(score):
     assert "returned 1 scores for 2 samples" in first_fault(score("too_few", make_group("4", "5")))
 
 
@@ -229,7 +229,7 @@ def test_openrlhf_with_tensors_and_logs(score):
     ]
 
 
-def test_openrlhf_without_rewards_is_told(score):
+def test_openrlhf_without_rewards_is_reported(score):
     assert first_fault(score("without_rewards", make_group("4"))).endswith("without 'rewards': scores")
 
 
@@ -258,7 +258,7 @@ def test_a_declared_range_holds_for_foreign_forms_too(score):
     assert first_fault(group) == "it: infra fault: gave 2, above its declared maximum 1"
 
 
-def test_verl_without_score_is_told(score):
+def test_verl_without_score_is_reported(score):
     assert first_fault(score("without_score", make_group("4"))).endswith("without 'score': reward")
 
 

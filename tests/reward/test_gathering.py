@@ -114,7 +114,7 @@ def test_who_stops_waiting_leaves_the_line_and_the_last_one_ends_the_request():
     assert (asked, ended) == ([["i0", "i1"], ["i3"]], [2, 1])
 
 
-def test_one_id_goes_once_in_a_request_and_an_exception_reaches_everybody():
+def test_one_id_goes_once_in_a_request_and_an_exception_reaches_every_caller():
     asked = []
 
     async def ask(items):

@@ -118,7 +118,7 @@ def test_a_response_that_breaks_a_healthy_judge_earns_the_least_of_its_group(mak
     assert len(seeds) == len(set(seeds)) == asks
 
 
-def test_a_judge_that_scores_nobody_is_our_fault(make_group):
+def test_a_judge_that_scores_no_sample_is_our_fault(make_group):
     (scores,), asked = score(lambda *_: says("hm"), make_group("a", "b"))
     assert [(one.value, one.fault) for one in scores] == [(None, Fault.INFRA)] * 2
     assert len(asked) == 6
@@ -182,7 +182,7 @@ def test_a_judge_that_is_gone_leaves_only_what_it_did_not_score(make_group):
     assert "HTTP 401" in scores[1].detail
 
 
-def test_of_a_group_that_is_not_whole_nobody_knows_the_least(make_group):
+def test_a_group_that_is_not_whole_has_no_known_minimum(make_group):
     def script(number: int, body: dict) -> Reply:
         marks = {"lost": (403, {}, b""), "broken": says("hm")}
         return marks.get(shown(body)[0]) or by_text(good=9)(number, body)
@@ -191,7 +191,7 @@ def test_of_a_group_that_is_not_whole_nobody_knows_the_least(make_group):
     assert [one.fault for one in scores] == [None, Fault.INFRA, Fault.INFRA]
 
 
-def test_nobody_there(make_group):
+def test_no_process_there(make_group):
     async def main() -> tuple[Score, ...]:
         reward = judge("http://127.0.0.1:9", deadline_s=0.3)
         try:
@@ -614,7 +614,7 @@ def test_functions_that_are_not_there_or_do_not_fit_are_problems_at_the_start(tm
     assert why in problem
 
 
-def test_throughput_is_told_in_the_lines_that_practice_knows(make_group, capfd):
+def test_throughput_is_reported_in_the_lines_that_practice_knows(make_group, capfd):
     reply = json.dumps(
         {
             "choices": [{"finish_reason": "stop", "message": {"content": "\\boxed{8}"}}],

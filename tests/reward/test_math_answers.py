@@ -216,7 +216,7 @@ def test_a_stalling_answer_on_every_worker_at_once_and_the_next_good_one_is_scor
 
 
 @pytest.mark.slow("waits for time-outs")
-def test_one_stalling_answer_among_eight_costs_nobody_else_anything(make_rewards):
+def test_one_stalling_answer_among_eight_costs_the_others_nothing(make_rewards):
     good = [r"\boxed{4}", r"\boxed{5}", "#### 4", "none", r"\boxed{\frac{8}{2}}", r"\boxed{2^2}", r"\boxed{x}"]
 
     async def run(*texts: str):
@@ -228,7 +228,7 @@ def test_one_stalling_answer_among_eight_costs_nobody_else_anything(make_rewards
     assert asyncio.run(run(*good[:3], BOMBS[2], *good[3:])) == (*clean[:3], 0.0, *clean[3:])
 
 
-def test_a_row_whose_answer_stalls_blames_nobody(make_rewards):
+def test_a_row_whose_answer_stalls_is_no_samples_fault(make_rewards):
     async def run():
         async with make_rewards({"use": "math", "timeout_s": 1.5}, max_unscored_frac=1.0) as rewards:
             bad = await rewards.score(group(r"\boxed{4}", r"\boxed{5}", answer="9^{9^9}"))

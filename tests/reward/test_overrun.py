@@ -114,7 +114,7 @@ def test_a_row_that_cannot_be_read_in_time_is_a_fault_of_the_data(score_all, mak
     assert len(pids(tmp_path, "row")) == 1
 
 
-def test_a_row_that_its_judge_does_not_survive_blames_nobody(score_all, make_group, tmp_path):
+def test_a_row_that_its_judge_does_not_survive_is_no_samples_fault(score_all, make_group, tmp_path):
     (group,) = score_all(make_group("a", "bb", answer="crash"), timeout_s=10)
     assert [score.fault for score in group.scores["judge"]] == [Fault.INFRA] * 2
     assert group.scores["judge"][0].detail == "with the row, its process was killed by SIGSEGV, twice"

@@ -177,7 +177,7 @@ def test_the_table_in_the_docs_is_current():
     assert page == with_table(page)
 
 
-def test_weights_are_normalised_and_nobody_weighs_looks_that_nobody_judges(capsys):
+def test_weights_are_normalised_and_unjudged_looks_have_none(capsys):
     assert PosterSettings().weights == (0.4, 0.4, 0.2)
     assert PosterSettings(structure_weight=2, accuracy_weight=2, visual_weight=4).weights == (0.25, 0.25, 0.5)
     assert PosterSettings(visual="none").weights == (0.5, 0.5, 0.0)

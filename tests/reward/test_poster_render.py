@@ -160,7 +160,7 @@ def test_what_is_drawn_later_hides_a_text():
     assert facts(box(RED), text).visible == 1.0
 
 
-def test_over_a_picture_whose_colours_nobody_knows_contrast_says_nothing():
+def test_over_a_picture_of_unknown_colours_contrast_says_nothing():
     placeholder_gray = (203, 213, 225)
     assert facts(Layer("image", 0, 0, 1000, 1000), words(color=placeholder_gray)).visible == 1.0
     assert facts(box(placeholder_gray), words(color=placeholder_gray)).visible == 0.0

@@ -157,7 +157,7 @@ def test_texts_are_compared_as_they_are_read(written, normal):
     assert normalize(written) == normal
 
 
-def test_case_counts_unless_told_otherwise():
+def test_case_counts_by_default():
     loud = GOOD.replace("SUMMER SALE", "summer sale")
     assert rewards([loud])[0] < rewards([GOOD])[0]
     quiet, loud = rewards([GOOD, loud], ignore_case=True, visual="none")

@@ -141,7 +141,7 @@ def test_every_wait_has_an_end():
         assert "0.2 s" in str(rate(url, timeout_s=0.2)[0])
 
 
-def test_nobody_there():
+def test_no_process_there():
     assert not rate("http://127.0.0.1:9/v1", timeout_s=0.3)[0].answered
 
 

@@ -154,7 +154,7 @@ def test_the_deadline_holds_and_says_why():
     assert endpoints.counts.unavailable == 1 and len(server.requests) > 1
 
 
-def test_nobody_there():
+def test_no_process_there():
     with FaultyServer() as gone:
         pass
     (error,), _ = ask(gone, deadline_s=0.2)

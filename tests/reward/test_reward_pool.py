@@ -150,7 +150,7 @@ def test_it_runs_in_another_process_and_stays_there(score_all, make_group):
         ("wrong_count", "wrong_count: infra fault: returned 1 scores for 2 samples"),
     ],
 )
-def test_a_function_that_misbehaves_gives_faults_and_goes_on(score_all, make_group, function, cause):
+def test_a_function_that_misbehaves_gives_faults_and_continues(score_all, make_group, function, cause):
     groups = score_all(function, make_group("a", "b"), make_group("a", "b"))
     assert [group.rewards for group in groups] == [(None, None)] * 2
     assert all(first_fault(group).startswith(cause) for group in groups)

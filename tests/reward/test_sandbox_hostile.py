@@ -105,7 +105,7 @@ sys.exit(0)
     assert run("import sys; sys.exit('no')")[0].detail == "no"
 
 
-def test_large_input_that_nobody_reads_holds_nothing_up(run):
+def test_large_input_that_is_never_read_holds_nothing_up(run):
     runs = run("print(1)", Stdin("x" * 3_000_000))
     assert runs[0].output == b"1\n"
     assert run("import sys; print(len(sys.stdin.read()))", Stdin("x" * 3_000_000))[0].output == b"3000000\n"

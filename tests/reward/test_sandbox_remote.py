@@ -182,7 +182,7 @@ def test_a_request_that_is_refused_is_not_repeated(run, service, status):
     assert len(service.requests) == 1
 
 
-def test_who_breaks_the_service_is_told_from_a_broken_service(run, service):
+def test_a_request_that_breaks_the_service_is_distinguished_from_a_broken_service(run, service):
     error = httpx.Response(200, json={**WELL, "status": "SandboxError", "message": "undecodable"})
     service.fail = after_start(lambda request, number: error if "bad" in request["code"] else None)
     with pytest.raises(SandboxLost, match="not this one"):

@@ -121,7 +121,7 @@ def test_a_sample_of_two_turns_by_hand():
     assert replace(second, **{k: getattr(first, k) for k in ("prompt", "sampling", "first_position")}) == first
 
 
-def test_a_sample_is_told_when_its_episode_is_over():
+def test_a_sample_is_reported_when_its_episode_is_over():
     told = []
 
     def answer(episode, turn, text):
@@ -264,7 +264,7 @@ def test_a_repeated_run_is_identical_to_the_last_bit():
     assert real(model, requests) == real(model, requests)
 
 
-def test_a_sample_cut_in_two_requests_goes_on_as_if_it_were_one():
+def test_a_sample_cut_in_two_requests_continues_as_if_it_were_one():
     """Randomness is of the position in the sample, not in the request."""
     model, (whole_request, *_) = tiny_model(), some_requests()
     (whole,) = generate(model, [whole_request])
@@ -317,7 +317,7 @@ def test_rounds_wake_all_in_order_when_the_last_one_waits():
     assert asyncio.run(main()) == [0, 1, 2, 1, 2, 2]
 
 
-def test_nobody_waits_for_a_group_that_was_cancelled():
+def test_no_call_waits_for_a_group_that_was_cancelled():
     async def main():
         rounds = TurnBarrier(in_step=True)
 

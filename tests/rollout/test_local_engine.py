@@ -149,7 +149,7 @@ def test_shared_weights_need_only_a_version_and_stay_trainable():
     assert model.output_weight.grad is not None
 
 
-def test_each_sample_is_told_as_it_is_finished():
+def test_each_sample_is_reported_as_it_is_finished():
     told, gate = [], Gate()
 
     async def use(engine):
@@ -169,7 +169,7 @@ def test_each_sample_is_told_as_it_is_finished():
     assert samples == generate(tiny_model(), [request([3, 4], samples=6, max_tokens=40)])[0]  # telling changes nothing
 
 
-def test_a_cancelled_call_frees_its_rows_and_disturbs_nobody():
+def test_a_cancelled_call_frees_its_rows_and_disturbs_no_other():
     def requests():
         return [request(p, index=i, samples=2, max_tokens=3 + 20 * i) for i, p in enumerate(random_prompts(4))]
 
@@ -290,7 +290,7 @@ def test_an_engine_without_a_sign_of_life_is_given_up():
     with_engine(tiny_model(), use, decode=decode, timeout_s=0.2)
 
 
-def test_finished_groups_are_delivered_while_others_go_on():
+def test_finished_groups_are_delivered_while_others_continue():
     async def use(engine):
         done = []
 

@@ -121,7 +121,7 @@ def test_the_samples_of_a_group_share_their_prompts_blocks(vllm, monkeypatch):
     assert sorted(cached) == [0, 64, 64, 64]  # two blocks of 32, computed once
 
 
-def test_samples_and_tokens_are_told_as_they_come(vllm):
+def test_samples_and_tokens_are_reported_as_they_come(vllm):
     samples, tokens = [], []
 
     async def use():
@@ -185,7 +185,7 @@ def test_tokens_in_flight_carry_the_version_that_sampled_them_and_no_request_rea
     assert afterwards.sampler_logprobs == pytest.approx(new.sampler_logprobs, abs=1e-4)
 
 
-def test_a_cancelled_call_frees_its_rows_and_disturbs_nobody(vllm, gate):
+def test_a_cancelled_call_frees_its_rows_and_disturbs_no_other(vllm, gate):
     kept = request([5, 6, 7], index=0, samples=2, max_tokens=30)
 
     async def use():
@@ -234,7 +234,7 @@ def test_it_sleeps_wakes_for_weights_and_samples_only_when_all_is_awake(vllm, mo
     assert tokens_of(vllm.generate([one])) == tokens_of(expected)
 
 
-def test_what_cannot_be_sampled_is_refused_and_the_engine_goes_on(vllm):
+def test_what_cannot_be_sampled_is_refused_and_the_engine_continues(vllm):
     refused = {
         "leaves no room": request([1] * 96),
         "has token 1000000, and the model knows 48": request([5, 10**6]),

@@ -76,7 +76,7 @@ def test_a_step_that_hangs_is_given_up(tmp_path):
         vllm.close()
 
 
-def test_what_vllm_says_when_it_cannot_start_is_told(tmp_path):
+def test_what_vllm_says_when_it_cannot_start_is_reported(tmp_path):
     folder = save(model_for_vllm(), tmp_path / "hf")
     with pytest.raises(EngineError, match=r"vLLM could not start with .*NO_SUCH"):
         Vllm(folder, {"attention_backend": "NO_SUCH"})

@@ -106,7 +106,7 @@ def test_bfloat16_stays_near_the_trainers_own_arithmetic(tmp_path):
         vllm.close()
 
 
-def test_a_continued_sample_goes_on_with_other_draws(pair):
+def test_a_continued_sample_continues_with_other_draws(pair):
     _, vllm = pair
     whole = request([5, 6, 7], samples=3, max_tokens=10)
     turned = Request(whole.prompt, 1, whole.sampling, whole.seed, whole.stream, first_sample=2, first_position=4)

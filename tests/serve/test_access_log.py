@@ -12,7 +12,7 @@ def answered(number, what="POST /v1/rewards 200", *, is_remarkable=False):
     return Answered(what, float(number), f"id{number}", "", is_remarkable)
 
 
-def test_the_first_has_a_line_and_those_after_it_are_told_together(caplog):
+def test_the_first_has_a_line_and_those_after_it_are_reported_together(caplog):
     caplog.set_level(logging.INFO, "hone.serve")
 
     async def go():

@@ -98,7 +98,7 @@ def test_headers_byte_by_byte_are_no_way_around(capfd):
 
 
 @pytest.mark.parametrize("kind", BEGUN)
-def test_many_that_wait_keep_nobody_out(kind, capfd):
+def test_many_that_wait_keep_no_other_out(kind, capfd):
     """Those that wait longest are closed; who sends whole requests is answered."""
 
     async def scenario(port):

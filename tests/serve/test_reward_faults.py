@@ -227,7 +227,7 @@ def test_work_whose_client_is_gone_is_not_scored(served, witnessed):
 
 
 @pytest.mark.slow("a server of its own that ends")
-def test_a_process_at_work_for_nobody_is_killed_and_replaced(tmp_path):
+def test_a_process_at_work_for_no_caller_is_killed_and_replaced(tmp_path):
     """Both workers are at work for a minute: one's client hangs up, the other's deadline passes."""
     with obeying(tmp_path, timeout_s=60) as served:
         workers = psutil.Process(served.process.pid).children()
@@ -251,7 +251,7 @@ def test_the_same_work_in_flight_is_done_once(served, witnessed):
     assert witnessed() == ["sleep 0.5 once"]
 
 
-def test_work_that_somebody_still_waits_for_outlives_another_client(served, witnessed):
+def test_work_that_one_client_still_waits_for_outlives_another(served, witnessed):
     waiting = ThreadPoolExecutor(1).submit(served.post, "/v1/rewards", texts("sleep 0.7 shared"))
     until(lambda: witnessed() == ["sleep 0.7 shared"])
     with pytest.raises(httpx.ReadTimeout):

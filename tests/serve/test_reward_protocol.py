@@ -323,7 +323,7 @@ def test_openrlhf_with_two_urls_and_one_sample_sends_an_empty_list(served):
     assert empty["rewards"] == empty["scores"] == [] and empty["extra_logs"].keys() == full["extra_logs"].keys()
 
 
-def test_openrlhf_is_told_that_a_row_is_unusable_rather_than_a_number(served):
+def test_openrlhf_gets_an_error_for_an_unusable_row_rather_than_a_number(served):
     response = served.post("/get_reward", {"query": ["4"], "prompts": [""], "labels": [None]})
     assert (response.status_code, response.json()["retryable"]) == (422, False)
 
@@ -360,7 +360,7 @@ def test_verl_gets_a_dictionary_with_the_same_keys_for_every_sample(served):
     assert {tuple(score) for score in scores} == {("score", "exact_score", "words_score", "model_fault")}
 
 
-def test_verl_is_told_by_an_exception_or_gets_the_constant_it_asked_for(served):
+def test_verl_gets_an_exception_or_the_constant_it_asked_for(served):
     def ask(**more):
         return asyncio.run(compute_score("math", "4", None, {}, url=served.url, **more))
 

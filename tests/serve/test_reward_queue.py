@@ -196,7 +196,7 @@ def test_pace_is_learnt_from_what_finishes_and_from_what_does_not(monkeypatch):
     assert pace.wait_s(10, 10) == 20.0
 
 
-def test_a_lane_scores_equal_work_once_and_drops_what_nobody_waits_for():
+def test_a_queue_scores_equal_work_once_and_drops_what_no_request_waits_for():
     seen = []
 
     class Slow:
@@ -230,7 +230,7 @@ def test_a_lane_scores_equal_work_once_and_drops_what_nobody_waits_for():
     assert seen == ["first", "third", "begun", "last"]
 
 
-def test_where_stopping_costs_more_than_finishing_work_goes_on_and_is_there_for_who_asks_again():
+def test_where_stopping_costs_more_than_finishing_work_continues_and_a_repeated_request_finds_it():
     async def main():
         release, calls = asyncio.Event(), []
 
@@ -255,7 +255,7 @@ def test_where_stopping_costs_more_than_finishing_work_goes_on_and_is_there_for_
     asyncio.run(main())
 
 
-def test_work_that_nobody_came_back_for_is_cancelled_after_a_while():
+def test_abandoned_work_is_cancelled_after_a_while():
     async def main():
         cancelled = asyncio.Event()
 

@@ -234,7 +234,7 @@ def test_a_stop_string_ends_a_sample_and_is_left_out_unless_asked_for(server):
     assert kept["choices"][0]["text"] == whole[:first] + stop
 
 
-def test_chat_logprobs_are_told_token_by_token(server):
+def test_chat_logprobs_are_returned_token_by_token(server):
     (choice,) = chat(server, "1+1=", seed=4, max_tokens=5, logprobs=True)["choices"]
     content = choice["logprobs"]["content"]
     assert (
@@ -425,7 +425,7 @@ def test_who_leaves_a_stream_frees_its_rows(server):
     complete(server, prompt="1", max_tokens=2)
 
 
-def test_text_that_is_told_stays():
+def test_text_that_was_reported_stays():
     """Of `é` in two tokens and of `stop` in four, nothing is told before it is certain."""
     tokens = [b"a", b"\xc3", b"\xa9", b"s", b"t", b"a", b"s", b"t", b"o", b"p"]
     text = GrowingText(lambda ids: b"".join(tokens[i] for i in ids).decode(errors="replace"), ["stop", "zzz"])

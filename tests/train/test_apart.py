@@ -65,7 +65,7 @@ def test_apart_is_as_together_to_the_last_bit():
 
 
 @pytest.mark.parametrize("kinds", [(InTwoPlaces, ppo_trainer), (ppo_trainer, InTwoPlaces)], ids=["joined", "parted"])
-def test_a_run_goes_on_in_the_other_layout(kinds):
+def test_a_run_continues_in_the_other_layout(kinds):
     """Stopped after update 3: between two refreshes."""
     options = {ppo_trainer: REFRESHED, InTwoPlaces: {}}
     first, second = kinds[0](**options[kinds[0]]), kinds[1](seed=5, **options[kinds[1]])

@@ -205,7 +205,7 @@ def test_the_policy_becomes_its_own_reference_when_it_is_due():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_critic_reference_and_controllers_go_on_bit_for_bit(precision):
+def test_critic_reference_and_controllers_continue_bit_for_bit(precision):
     """Stopped after update 3: between two refreshes, the KL coefficient moved, rewards observed."""
     options = {"precision": precision, "reference_refresh_every": 2, "critic_warmup_updates": 1}
     trainer, progress = ppo_trainer(**options), Progress()

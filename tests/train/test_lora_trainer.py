@@ -75,7 +75,7 @@ def test_hones_adapter_learns_what_pefts_learns():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_restored_trainer_goes_on_bit_for_bit(precision):
+def test_a_restored_trainer_continues_bit_for_bit(precision):
     dtype = getattr(torch, precision)
 
     def make(seed):

@@ -75,7 +75,7 @@ def test_measured_is_by_hand():
     assert (measured.accuracy, measured.score_mean, measured.score_std) == (0.5, 0.0, 0.0)
 
 
-def test_a_restored_trainer_goes_on_bit_for_bit():
+def test_a_restored_trainer_continues_bit_for_bit():
     straight, first = make_trainer(), make_trainer()
     straight.update(PAIRS)
     first.update(PAIRS)

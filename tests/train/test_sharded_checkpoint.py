@@ -57,7 +57,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_the_same_ranks_go_on_bit_for_bit(pair, tmp_path, case):
+def test_the_same_ranks_continue_bit_for_bit(pair, tmp_path, case):
     pair(make, case)
     pair(update, 0, 1, 2)
     saved = save(pair, tmp_path)

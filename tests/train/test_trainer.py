@@ -287,7 +287,7 @@ def test_samples_without_advantage_are_computed_where_another_term_needs_them():
     assert metrics["train/samples_trained_frac"] == 19 / 20  # all but the unscored one
 
 
-def test_an_update_in_which_nobody_has_an_advantage_still_ends():
+def test_an_update_in_which_no_sample_has_an_advantage_still_ends():
     algorithm = algorithm_of("dr_grpo")
     groups = [replace(group, rewards=(1.0,) * 4) for group in make_groups()]
     metrics = make_trainer().update(make_batch(groups, algorithm, moved=False), algorithm)
@@ -297,23 +297,23 @@ def test_an_update_in_which_nobody_has_an_advantage_still_ends():
 # ---- supervised training is the same routine ----------------------------------------------------------------------
 
 
-IMITATION = Algorithm(AlgorithmSection(ratio="none", clip="none", aggregate="token_mean"))
+SFT_ALGORITHM = Algorithm(AlgorithmSection(ratio="none", clip="none", aggregate="token_mean"))
 
 
-def imitation_batch() -> Batch:
+def sft_batch() -> Batch:
     batch = collate(make_groups())
     return replace(batch, loss_mask_T=torch.ones_like(batch.loss_mask_T)).with_column(
         "advantages_T", torch.ones_like(batch.loss_mask_T)
     )
 
 
-def test_imitation_minimises_the_mean_negative_logprob():
-    trainer, batch = make_trainer(), imitation_batch()
+def test_sft_minimises_the_mean_negative_logprob():
+    trainer, batch = make_trainer(), sft_batch()
     before = float(-trainer.logprobs(batch).mean())
-    metrics = trainer.update(batch, IMITATION)
+    metrics = trainer.update(batch, SFT_ALGORITHM)
     assert metrics["train/loss"] == pytest.approx(before, rel=1e-6)
     for _ in range(5):
-        trainer.update(batch, IMITATION)
+        trainer.update(batch, SFT_ALGORITHM)
     assert float(-trainer.logprobs(batch).mean()) < before - 0.1
 
 
@@ -374,7 +374,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_reported():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_restored_trainer_goes_on_bit_for_bit(precision):
+def test_a_restored_trainer_continues_bit_for_bit(precision):
     algorithm = algorithm_of("dapo")
     batches = [make_batch(make_groups(seed), algorithm, moved=False) for seed in range(4)]
     options = {"precision": precision, "passes_per_batch": 2, "samples_per_optimizer_step": 10}

@@ -37,12 +37,12 @@ class LiveAlarms:
         self._stopped_by: Alarm | None = None
         observer.follow(self._take, self._watch.state)
 
-    def stopped(self, how_to_go_on: str) -> Stopped:
+    def stopped(self, resume_hint: str) -> Stopped:
         """The error that ends a run which was asked to stop."""
         if self._stopped_by is None:
-            return Stopped(how_to_go_on)
+            return Stopped(resume_hint)
         alarm = self._stopped_by
-        return StoppedByAlarm(f"stopped by alarm {alarm.name}: {alarm.pattern}. {how_to_go_on}")
+        return StoppedByAlarm(f"stopped by alarm {alarm.name}: {alarm.pattern}. {resume_hint}")
 
     def _take(self, line: Mapping[str, Any]) -> None:
         for alarm in self._watch.add(line):

@@ -18,7 +18,7 @@ from hone.assemble.job import Job, first_cause
 from hone.assemble.processes import ActorSpec
 from hone.assemble.ray_workers import RayWorkers
 from hone.assemble.workers import Workers
-from hone.cluster.ray import RayCluster, lost, take_sigterm_back
+from hone.cluster.ray import RayCluster, lost, restore_sigterm
 from hone.cluster.vitals import VitalsWatch
 from hone.errors import ClusterLost, Stopped
 from hone.runtime.processes import unless_stopped
@@ -68,7 +68,7 @@ class RayBackend:
         if isinstance(cause, ClusterLost):
             self._lost = self._lost or str(cause)
         if self._lost is not None and cause is not None:
-            raise ClusterLost(self._farewell()) from error
+            raise ClusterLost(self._loss_message()) from error
 
     @asynccontextmanager
     async def workers(self, needs: frozenset[str], saved: SavedCheckpoint | None) -> AsyncIterator[Workers]:
@@ -94,9 +94,9 @@ class RayBackend:
                 await engine.close()
 
     @asynccontextmanager
-    async def imitator(self, steps: int, saved: SavedCheckpoint | None) -> AsyncIterator[Trainer]:
-        """See `Backend.imitator`; raises what `workers` does."""
-        async with self._running(lambda workers: workers.imitator(steps, saved)) as (_, trainer):
+    async def sft_trainer(self, steps: int, saved: SavedCheckpoint | None) -> AsyncIterator[Trainer]:
+        """See `Backend.sft_trainer`; raises what `workers` does."""
+        async with self._running(lambda workers: workers.sft_trainer(steps, saved)) as (_, trainer):
             yield trainer
 
     @asynccontextmanager
@@ -151,7 +151,7 @@ class RayBackend:
             spec = ActorSpec(loaded, job.folder.path.absolute(), job.device.type)
             self._workers = RayWorkers(job, cluster, spec)
             await _unless_stopped(job, asyncio.to_thread(cluster.start, job.stop.is_set))
-            take_sigterm_back()
+            restore_sigterm()
             self._watching = asyncio.create_task(self._watch(), name="watching Ray")
         return self._workers
 
@@ -176,10 +176,10 @@ class RayBackend:
             deadline.cancel()
 
     def _end_process(self) -> None:
-        print(self._farewell(), file=sys.stderr, flush=True)
+        print(self._loss_message(), file=sys.stderr, flush=True)
         os._exit(ClusterLost.exit_code)
 
-    def _farewell(self) -> str:
+    def _loss_message(self) -> str:
         job = self._job
         return (
             f"{self._lost} Look into Ray's logs and the machine's (out of memory?); `hone train {job.loaded.run_file} "

@@ -63,10 +63,10 @@ def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
     }
     hashes |= {key: _sources(sources, folder, split) for key, (sources, split) in parts.items() if sources is not None}
     if tokenizer.processor:
-        imitated = [config.sft.messages_column] if config.sft.messages_column is not None else []
+        sft_columns = [config.sft.messages_column] if config.sft.messages_column is not None else []
         for key, (sources, split) in parts.items():
             renderers = [(source, Renderer(section_of(data, source), tokenizer, folder)) for source in sources or ()]
-            hashes |= _pictures(key, renderers, imitated, folder, split)
+            hashes |= _pictures(key, renderers, sft_columns, folder, split)
     for key, place in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if place is not None:
             hashes |= {f"{key} {name}": found for name, found in _model(place, folder).items()}
@@ -141,7 +141,7 @@ def _sources(sources: Sequence[SourceSection], folder: Path, split: str) -> str:
 
 
 def _pictures(
-    key: str, sources: Sequence[tuple[SourceSection, Renderer]], imitated: Sequence[str], folder: Path, split: str
+    key: str, sources: Sequence[tuple[SourceSection, Renderer]], sft_columns: Sequence[str], folder: Path, split: str
 ) -> dict[str, str]:
     """Of the files of all pictures that rows name, in their order; nothing where they name none."""
     hashed, count = hashlib.sha256(), 0
@@ -149,7 +149,7 @@ def _pictures(
     with suppress(DataError):  # which is said by the stage that reads the rows
         for source, renderer in sources:
             for row in read_rows(source.path, folder, split=source.split or split):
-                for path in renderer.picture_files(row.values, *imitated) if isinstance(row, SourceRow) else ():
+                for path in renderer.picture_files(row.values, *sft_columns) if isinstance(row, SourceRow) else ():
                     with suppress(OSError):
                         hashed.update(DEFAULT_CACHE.digest(path).encode())
                     count += 1

@@ -193,7 +193,7 @@ def rl_roles(source: Source, ranks: Ranks = ALONE, *, held: Collection[Role]) ->
     )
 
 
-def imitation_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> Roles:
+def sft_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> Roles:
     """The trainer of a supervised stage of so many optimizer steps, at its beginning."""
     config = source.loaded.config
     model = with_adapter(config, starting_model(source, "sft"), "sft", starting_adapter(source, "sft"))

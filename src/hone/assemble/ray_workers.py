@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hone.assemble.job import Job
-from hone.assemble.models import imitation_trainer, needed_roles, pair_trainer, restore, rl_roles, starting_folder
+from hone.assemble.models import needed_roles, pair_trainer, restore, rl_roles, sft_trainer, starting_folder
 from hone.assemble.processes import ActorSpec, MakeHeld, engine, rank
 from hone.assemble.scoring import Scoring
 from hone.cluster.actors import EngineActor, TrainerRank
@@ -51,16 +51,16 @@ class RayWorkers:
             job, spec.loaded, spawn=self._spawn, processes=self._processes, is_one_machine=cluster.is_own
         )
 
-    async def imitator(self, steps: int, saved: SavedCheckpoint | None) -> RemoteTrainer:
+    async def sft_trainer(self, steps: int, saved: SavedCheckpoint | None) -> RemoteTrainer:
         """Start the ranks of a supervised stage's trainer, and nothing else."""
-        group = self._trainer_group(partial(imitation_trainer, steps=steps))
+        group = self._trainer_group(partial(sft_trainer, steps=steps))
         timeout_s, bucket = self._settings.call_timeout_s, bucket_bytes(self._settings.bucket_mib)
         return await self._begun(
             RemoteTrainer(group, timeout_s=timeout_s, bucket_size=bucket, adopt=self._job.memory.ladder.adopt), saved
         )
 
     async def pair_learner(self, steps: int, saved: SavedCheckpoint | None) -> RemotePairTrainer:
-        """As `imitator`, for a reward model."""
+        """As `sft_trainer`, for a reward model."""
         group = self._trainer_group(partial(pair_trainer, steps=steps))
         return await self._begun(
             RemotePairTrainer([group], timeout_s=self._settings.call_timeout_s, adopt=self._job.memory.ladder.adopt),

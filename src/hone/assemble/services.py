@@ -57,7 +57,7 @@ def unseen_notes(config: RunConfig, device: torch.device) -> list[str]:
     ]
 
 
-def services_apart(loaded: Loaded, split: Split, folder: Path) -> Services:
+def services_for_verb(loaded: Loaded, split: Split, folder: Path) -> Services:
     """The run file's services for a verb other than `train`: what they say goes to stderr."""
 
     def say(message: str) -> None:

@@ -25,9 +25,9 @@ from hone.loop.run import PolicyRun
 from hone.loop.supervised import (
     RewardModelRun,
     SftRun,
-    imitation_rows,
-    imitation_steps,
     preference_steps,
+    sft_rows,
+    sft_steps,
     train_reward_model,
     train_sft,
 )
@@ -42,14 +42,14 @@ from hone.types import Progress, Prompt
 R = TypeVar("R", SftRun, RewardModelRun)
 
 
-async def imitate_once(job: Job, backend: Backend, saved: SavedCheckpoint | None, ready: Callable[[], None]) -> None:
+async def sft_once(job: Job, backend: Backend, saved: SavedCheckpoint | None, ready: Callable[[], None]) -> None:
     """Supervised fine-tuning from the run file's model; leaves its weights in `stage_weights`. Calls `ready` when the
     trainer is there."""
-    rows = imitation_rows(job.config, job.tokenizer, job.base_dir, job.data_cache)
-    job.observer.say(f"imitating {rows.report}")
-    steps = imitation_steps(job.config.sft, len(rows))
+    rows = sft_rows(job.config, job.tokenizer, job.base_dir, job.data_cache)
+    job.observer.say(f"fine-tuning on {rows.report}")
+    steps = sft_steps(job.config.sft, len(rows))
     progress = begin_stage(job, "sft", saved)
-    async with backend.imitator(steps, saved) as trainer:
+    async with backend.sft_trainer(steps, saved) as trainer:
         ready()
         job.observer.begin("sft", steps)
         if job.config.sft.data is not None:

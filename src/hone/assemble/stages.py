@@ -35,7 +35,7 @@ from hone.assemble.job import (
 )
 from hone.assemble.memory import RunMemory, exhausted
 from hone.assemble.services import claim_devices, devices_found, unseen_notes
-from hone.assemble.stage_runs import imitate_once, learn_preferences_once, optimise_once
+from hone.assemble.stage_runs import learn_preferences_once, optimise_once, sft_once
 from hone.assemble.workers import Backend, LocalBackend
 from hone.cluster.ray import environment_for_ray
 from hone.config.derived import unused_services
@@ -128,7 +128,7 @@ def train(
                 + "\nRestore them, start a new run with --fresh or run.dir=..., or continue with the new ones: "
                 "--accept-changed-inputs."
             )
-        folder.notes += checkpoints.forget_torn_best(saved.progress) if saved else []
+        folder.notes += checkpoints.forget_incomplete_best(saved.progress) if saved else []
         folder.notes += [f"continues with another input than before: {change}" for change in changes]
         observer = Observer(
             folder.path,
@@ -260,14 +260,14 @@ async def run_stages_on(job: Job, backend: Backend, saved: SavedCheckpoint | Non
         await run_stage(job, backend, stage, saved if saved and saved.progress.stage == stage else None)
         if job.stop.is_set():
             job.services.check()
-            raise job.alarms.stopped(job.folder.how_to_go_on())
+            raise job.alarms.stopped(job.folder.resume_hint())
         if number + 1 == len(stages):
             job.observer.say(f"final weights: {job.folder.hf}")
 
 
 async def run_stage(job: Job, backend: Backend, stage: Stage, saved: SavedCheckpoint | None) -> None:
     """One stage, from its beginning or from a checkpoint of it; again from the newest when its trainer is lost."""
-    once = {"sft": imitate_once, "reward_model": learn_preferences_once, "rl": optimise_once}[stage]
+    once = {"sft": sft_once, "reward_model": learn_preferences_once, "rl": optimise_once}[stage]
 
     def newest() -> SavedCheckpoint | None:
         found = job.checkpoints.newest()

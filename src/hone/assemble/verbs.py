@@ -12,7 +12,7 @@ import torch
 from hone.assemble.job import first_cause, in_new_loop, located, set_up_arithmetic
 from hone.assemble.models import model_before, named_model, scalar_model, weights_before, with_adapter
 from hone.assemble.sampling import evaluation_sampling, make_engine, make_rewards
-from hone.assemble.services import claim_devices, services_apart
+from hone.assemble.services import claim_devices, services_for_verb
 from hone.config.derived import component_name, trains_adapter
 from hone.config.load import Loaded
 from hone.config.run import RunConfig
@@ -55,7 +55,7 @@ def check_run(loaded: Loaded, *, start_services: bool = False) -> CheckReport:
             return await preflight.check(loaded, services.addresses)
 
     with TemporaryDirectory(prefix="hone-check-") as folder:
-        return in_new_loop(run(services_apart(loaded, split, Path(folder))))
+        return in_new_loop(run(services_for_verb(loaded, split, Path(folder))))
 
 
 def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
@@ -94,7 +94,7 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
     try:
         # a folder of its own: the run folder's logs are the training run's
         with located(loaded), TemporaryDirectory(prefix="hone-eval-") as folder:
-            return in_new_loop(run(services_apart(loaded, split, Path(folder))))
+            return in_new_loop(run(services_for_verb(loaded, split, Path(folder))))
     except BaseExceptionGroup as group:
         raise first_cause(group) from group
 

@@ -12,7 +12,7 @@ import torch
 
 from hone.assemble.job import Job
 from hone.assemble.memory import pair_knobs, trainer_knobs
-from hone.assemble.models import imitation_trainer, needed_roles, pair_trainer, report_adapter, restore, rl_roles
+from hone.assemble.models import needed_roles, pair_trainer, report_adapter, restore, rl_roles, sft_trainer
 from hone.assemble.sampling import embedded_engine
 from hone.loop.run import Offloadable
 from hone.model.base import CausalModel
@@ -57,7 +57,7 @@ class Backend(Protocol):
         """
         ...
 
-    def imitator(self, steps: int, saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[Trainer]:
+    def sft_trainer(self, steps: int, saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[Trainer]:
         """For a supervised stage of so many optimizer steps."""
         ...
 
@@ -77,9 +77,9 @@ class LocalBackend:
         return local_workers(self._job, needs, saved)
 
     @asynccontextmanager
-    async def imitator(self, steps: int, saved: SavedCheckpoint | None) -> AsyncIterator[Trainer]:
-        """See `Backend.imitator`."""
-        trainer = await self._begun(partial(imitation_trainer, self._job, steps=steps), saved)
+    async def sft_trainer(self, steps: int, saved: SavedCheckpoint | None) -> AsyncIterator[Trainer]:
+        """See `Backend.sft_trainer`."""
+        trainer = await self._begun(partial(sft_trainer, self._job, steps=steps), saved)
         report_adapter(self._job, trainer.policy)
         self._job.memory.ladder.bind(*trainer_knobs(trainer, self._job.config))
         yield trainer

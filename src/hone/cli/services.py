@@ -106,7 +106,7 @@ def stop(
             raise DataError(f"{what} is not up, and no run's folder is there. Up: {', '.join(running) or 'nothing'}.")
         folder = RunFolder.read(Path(what))
         folder.stop(timeout_s)
-        typer.echo(folder.how_to_go_on())
+        typer.echo(folder.resume_hint())
         return
     for known in running if everything else [str(what)]:
         stop_supervisor(running[known])

@@ -364,7 +364,7 @@ def own_address() -> str:
     return ray.util.get_node_ip_address()
 
 
-def take_sigterm_back() -> None:
+def restore_sigterm() -> None:
     """Restore the SIGTERM handler from before Ray began: Ray's own way is to show a stack and abort 3 s later.
 
     To be called on the main thread once Ray is there.

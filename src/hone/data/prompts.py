@@ -25,7 +25,7 @@ from hone.data.lazy import Facts, LazyRows, RowReading, SampleSize, load_lazily,
 from hone.data.order import RowOrder
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.render import Malformed, Renderer, as_text, column
-from hone.data.sources import Part, SourceRow, imitated_source, source_of
+from hone.data.sources import Part, SourceRow, sft_source, source_of
 from hone.errors import DataError
 from hone.types import Picture, Prompt, TokenIds, read_only
 
@@ -120,7 +120,7 @@ def load_sft_rows(
 
     Raises DataError as `load_prompts` does, and without a response column.
     """
-    source, limit = imitated_source(data, sft), data.max_prompt_tokens
+    source, limit = sft_source(data, sft), data.max_prompt_tokens
     reading = reading_of(source, data, lambda own: _SftReading(own, sft, tokenizer, folder))
     by = data.order_column if sft.data is None else None
     return load_lazily(source, data, folder, reading, max_tokens=limit, cache=cache, order_column=by, sample=sample)
@@ -236,7 +236,7 @@ class _SftReading(RowReading[SftRow]):
         return items
 
     def response(self, row: SourceRow, prompt: Prompt | Malformed) -> str:
-        """What is imitated after a prompt. Raises Malformed, naming the column."""
+        """The response that SFT trains on. Raises Malformed, naming the column."""
         if isinstance(prompt, Malformed):
             raise prompt
         name = self.response_column or self.answer_name

@@ -22,7 +22,7 @@ from hone.data.lazy import Facts, LazyRows, RowReading, SampleSize, load_lazily,
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.prompts import SftRow, content_of, row_settings
 from hone.data.render import Malformed, Renderer, column
-from hone.data.sources import SourceRow, imitated_source
+from hone.data.sources import SourceRow, sft_source
 from hone.errors import DataError
 from hone.types import Picture, read_only
 
@@ -54,7 +54,7 @@ def load_chat_rows(
     assert name is not None, "the caller asks for chat rows only where the run file names their column"
     if tokenizer.hf.chat_template is None:
         raise DataError("sft.messages_column: the tokenizer has no chat template. Name one in model.chat_template.")
-    source, by = imitated_source(data, sft), data.order_column if sft.data is None else None
+    source, by = sft_source(data, sft), data.order_column if sft.data is None else None
     reading = reading_of(source, data, lambda own: _ChatReading(own, name, tokenizer, folder))
     return load_lazily(
         source, data, folder, reading, max_tokens=max_tokens, cache=cache, order_column=by, sample=sample
@@ -163,15 +163,15 @@ def tokenised(
     response, mask = list[int](), list[bool]()
     if not prompt:
         raise Malformed(field, "the assistant speaks first, and the chat template puts nothing in front")
-    for ids, (text, imitate) in zip(pieces[1:], segments[1:], strict=True):
+    for ids, (text, learned) in zip(pieces[1:], segments[1:], strict=True):
         ends = [position for position, token in enumerate(ids, start=1) if token in tokenizer.eos_ids]
-        if imitate and not ends:
+        if learned and not ends:
             raise DataError(
                 f"sft.messages_column: the chat template ends the assistant's turn {text[-40:]!r} without an EOS token "
                 f"({tokenizer.hf.eos_token}), so a policy would not learn to stop. Name another template in "
                 "model.chat_template, or set the tokenizer's eos_token to what ends a turn."
             )
-        stop = ends[-1] if imitate else 0
+        stop = ends[-1] if learned else 0
         response += ids
         mask += [position < stop for position in range(len(ids))]
     last = max(position for position, wanted in enumerate(mask) if wanted)

@@ -104,7 +104,7 @@ def source_of(data: DataSection, part: Part, *, lacking: str) -> DataSource:
     return DataSource(data.eval, data.eval_split, data.eval_rows)
 
 
-def imitated_source(data: DataSection, sft: SftSection) -> DataSource:
+def sft_source(data: DataSection, sft: SftSection) -> DataSource:
     """What stage sft reads."""
     return DataSource(sft.data or data.train, data.train_split, sft.rows)
 

@@ -1,1 +1,1 @@
-"""The loops that turn prompts into a better model: `policy` (RL), `sft` (imitation), and what they stand on."""
+"""The training loops: `policy` (RL), `supervised` (SFT and reward models), and the parts that they share."""

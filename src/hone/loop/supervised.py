@@ -1,4 +1,4 @@
-"""Supervised stages: imitation of given responses (SFT), and a reward model's training on preferences.
+"""Supervised stages: SFT on given responses, and reward-model training on preference pairs.
 
 An SFT row is a batch whose advantages are 1 and whose ratio is none: minus the mean log-likelihood of the
 response's tokens. So packing, chunked logprobs, optimizer and checkpoints are those of RL. What is measured at the end
@@ -34,7 +34,7 @@ from hone.train.pairs import Measured, PairLearner
 from hone.train.trainer import Trainer
 from hone.types import Batch
 
-IMITATION = Algorithm(AlgorithmSection(ratio="none", clip="none", aggregate="token_mean"))
+SFT_ALGORITHM = Algorithm(AlgorithmSection(ratio="none", clip="none", aggregate="token_mean"))
 
 
 @dataclass
@@ -45,7 +45,7 @@ class SftRun(Stage[Trainer]):
     order: RowOrder
 
 
-def imitation_rows(
+def sft_rows(
     config: RunConfig,
     tokenizer: Tokenizer,
     folder: Path,
@@ -53,7 +53,7 @@ def imitation_rows(
     *,
     sample: SampleSize | None = None,
 ) -> LazyRows[SftRow]:
-    """What the stage imitates: responses after prompts, or the assistant's turns of whole conversations.
+    """What SFT trains on: responses after prompts, or the assistant's turns of whole conversations.
     `sample` is as of `load_lazily`.
 
     Raises DataError as `load_sft_rows` and `load_chat_rows` do.
@@ -64,21 +64,21 @@ def imitation_rows(
     return load_chat_rows(config.data, config.sft, tokenizer, folder, max_tokens=longest, cache=cache, sample=sample)
 
 
-def imitation_steps(sft: SftSection, num_rows: int) -> int:
+def sft_steps(sft: SftSection, num_rows: int) -> int:
     """Optimizer steps of the whole stage."""
     return math.ceil(sft.epochs * num_rows / sft.rows_per_step)
 
 
 async def train_sft(run: SftRun) -> None:
-    """Imitate until the epochs are done or a stop is asked for. The caller saves the end."""
+    """Train until the epochs are done or a stop is asked for. The caller saves the end."""
     progress, settings = run.progress, run.config.sft
-    steps = imitation_steps(settings, len(run.rows))
+    steps = sft_steps(settings, len(run.rows))
     while progress.step < steps and not run.stop.is_set():
         started = now()
         with run.observer.span("train"):
             rows = rows_of_step(run.order, progress.step, count=settings.rows_per_step)
             batch = batch_of([run.rows[i] for i in rows], run.trainer.device)
-            metrics = await run.in_compute_thread(run.trainer.update, batch, IMITATION)
+            metrics = await run.in_compute_thread(run.trainer.update, batch, SFT_ALGORITHM)
         progress.step += 1
         seconds = now() - started
         run.observer.log(
@@ -103,7 +103,7 @@ def rows_of_step(order: RowOrder, step: int, *, count: int) -> list[int]:
 
 
 def batch_of(rows: Sequence[SftRow], device: torch.device) -> Batch:
-    """A batch that imitates: advantage 1, and loss on every response token that the row's mask does not exclude."""
+    """An SFT batch: advantage 1, and loss on every response token that the row's mask does not exclude."""
     lengths = torch.tensor([len(row.response) for row in rows], device=device)
     tokens = torch.from_numpy(joined([row.response for row in rows], np.int64)).to(device)
     ones = torch.ones(len(tokens), device=device)

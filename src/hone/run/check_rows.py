@@ -1,4 +1,4 @@
-"""What `hone check` says of rows: the prompts, their sources and steps, what is imitated or compared, the template."""
+"""What `hone check` reports on rows: prompts, their sources and steps, SFT rows, preference pairs, the template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts, seen_frac
 from hone.data.sources import Part
 from hone.errors import DataError
-from hone.loop.supervised import imitation_rows
+from hone.loop.supervised import sft_rows
 from hone.run.report import CheckReport
 from hone.types import Prompt
 
@@ -117,13 +117,13 @@ def check_steps(stream: PromptStream, prompts_per_step: int, findings: CheckRepo
 def check_other_rows(
     config: RunConfig, folder: Path, tokenizer: Tokenizer, sample: SampleSize, findings: CheckReport
 ) -> None:
-    """What is imitated, and the pairs of preferences."""
+    """SFT rows and preference pairs."""
     try:
         if "sft" in config.stages:
-            rows = imitation_rows(config, tokenizer, folder, sample=sample)
+            rows = sft_rows(config, tokenizer, folder, sample=sample)
             findings.lines.append(f"sft: {rows.report}")
             findings.lines.append(
-                f"  imitates {tokenizer.decode(rows[0].response.tolist())!r}, {len(rows[0].response)} tokens with EOS"
+                f"  trains on {tokenizer.decode(rows[0].response.tolist())!r}, {len(rows[0].response)} tokens with EOS"
             )
         if "reward_model" in config.stages:
             for part in ("train", "eval"):

@@ -247,7 +247,7 @@ class RunFolder:
                 )
             time.sleep(0.1)
 
-    def how_to_go_on(self) -> str:
+    def resume_hint(self) -> str:
         """Message for a user who has stopped the run: how to resume."""
         if not self.checkpoints.is_dir() or all(path.name.startswith(".") for path in self.checkpoints.iterdir()):
             return "stopped before the first checkpoint"

@@ -159,7 +159,7 @@ class Checkpoints:
             raise CheckpointError(f"{path}: no such checkpoint. There are: {found}.")
         return self.load(path)
 
-    def forget_torn_best(self, progress: Progress) -> list[str]:
+    def forget_incomplete_best(self, progress: Progress) -> list[str]:
         """Let `progress` continue without a best step when its checkpoint is gone or not whole; that is set aside.
 
         Returns the warnings to show.

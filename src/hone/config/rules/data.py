@@ -100,19 +100,19 @@ def _needed(config: RunConfig, part: str, prompts: Columns) -> Columns:
         rm = config.rm
         pairs = [*prompts, ("rm.chosen_column", rm.chosen_column), ("rm.rejected_column", rm.rejected_column)]
         pairs += [("rm.margin_column", rm.margin_column)] if rm.margin_column is not None else []
-    imitated = [("sft.response_column", sft.response_column)] if sft.response_column is not None else []
-    imitated = prompts + imitated
+    sft_columns = [("sft.response_column", sft.response_column)] if sft.response_column is not None else []
+    sft_columns = prompts + sft_columns
     if sft.messages_column is not None:
-        imitated = [("sft.messages_column", sft.messages_column)]
+        sft_columns = [("sft.messages_column", sft.messages_column)]
     does_sft = "sft" in config.stages
     if part == "sft.data":
-        return imitated if does_sft else []
+        return sft_columns if does_sft else []
     if part == "data.eval":
         grouped = [("eval.by", config.eval.by)] if config.eval.by is not None else []
         return pairs or prompts + grouped
     found = pairs or (prompts if "rl" in config.stages else [])
     if does_sft and sft.data is None:
-        found = found + [column for column in imitated if column not in found]
+        found = found + [column for column in sft_columns if column not in found]
     if found and data.order_column is not None:
         found = [*found, ("data.order_column", data.order_column)]
     return found

@@ -196,7 +196,7 @@ def stages_have_what_they_train_on(config: RunConfig) -> Iterator[Breach]:
     sft = config.sft
     if "sft" in config.stages and not (sft.response_column or sft.messages_column or has_answers(config)):
         keys = ("sft.response_column", "data.answer_column", "stages")
-        yield Breach(keys, "is required for stage sft (or data.answer_column): the column with the text to imitate")
+        yield Breach(keys, "is required for stage sft (or data.answer_column): the column to train on")
     if sft.messages_column is not None and sft.response_column is not None:
         keys = ("sft.messages_column", "sft.response_column")
         yield Breach(keys, "contradicts sft.response_column: conversations or single responses. Set one to null")
