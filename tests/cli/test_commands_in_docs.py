@@ -1,5 +1,6 @@
 """Every `hone` command of every page is one that the command line takes; those run that no page's own test runs."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -62,13 +63,18 @@ def run_file(tmp_path, monkeypatch):
     """The `run.yaml` of a page: that of an example, one update of it."""
     monkeypatch.chdir(tmp_path)
     arithmetic = ROOT / "examples/gsm8k-arithmetic/run.yaml"
-    short = {"extends": [str(arithmetic)], "run": {"steps": 1}, "stages": ["rl"], "eval": {"every": 0}}
+    short = {"extends": [str(arithmetic)], "run": {"steps": 1}, "stages": ["rl"]}
+    short |= {"data": {"eval_rows": ":20"}, "eval": {"every": 0}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(short))
 
 
-def test_a_plan_on_the_page_on_out_of_memory_runs(run_file, capfd):
-    (words,) = (words for words in commands((ROOT / "docs/out-of-memory.md").read_text("utf-8")) if words[0] == "plan")
-    assert main(words) == 0
+def test_the_commands_of_the_page_on_out_of_memory_run(run_file, capfd):
+    train, plan = commands((ROOT / "docs/out-of-memory.md").read_text("utf-8"))
+    assert train[0] == "train" and main(train) == 0
+    (metrics,) = Path("runs").glob("*/metrics.jsonl")
+    assert 0 < json.loads(metrics.read_text("utf-8").splitlines()[-1])["memory/device_frac"] < 1, "of the budget"
+    capfd.readouterr()
+    assert plan[0] == "plan" and main(plan) == 0
     assert "of 2.5 GiB" in capfd.readouterr().out
 
 

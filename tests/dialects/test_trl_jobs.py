@@ -98,7 +98,7 @@ def test_advantages_are_equal(trained):
     assert step * PASSES[name] == 20
 
 
-@pytest.mark.slow("as above")
+@pytest.mark.slow("trains for 20 steps, twice")
 def test_every_step_is_equal(trained):
     name, recorded, run = trained
     for number, line in enumerate(lines(run)):
@@ -113,7 +113,7 @@ MEANS = {"loss": "train/loss", "grad_norm": "train/grad_norm"}
 MEANS |= {"clip_low": "train/clip_low_frac", "clip_high": "train/clip_high_frac"}
 
 
-@pytest.mark.slow("as above")
+@pytest.mark.slow("trains for 20 steps, twice")
 def test_final_weights_are_equal(trained):
     _, recorded, run = trained
     ours = summary({key: value.float() for key, value in load_file(run / "hf" / "model.safetensors").items()})

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from hone.observe.metrics import METRICS, PHASES, find_metric
@@ -26,3 +28,13 @@ def test_every_entry_says_unit_and_meaning():
         assert name.count("/") == 1 and metric.unit, name
         assert metric.meaning.endswith("."), name
     assert all(find_metric(f"time/{phase}_s") for phase in PHASES)
+
+
+def test_a_meaning_is_complete_without_another_row():
+    """The generated table is sorted by name, so the row above is not the one that the registry has above."""
+    leans = re.compile(r"^(The same|As )|\bthose\b")
+    assert [name for name, metric in METRICS.items() if leans.search(metric.meaning)] == []
+
+
+def test_one_word_stands_for_an_engines_name():
+    assert [name for name in METRICS if "<replica>" in name] == []

@@ -21,11 +21,15 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "rollout/reward_mean": Metric("reward", "Mean reward of the scored samples of the step."),
-    "rollout/reward_std": Metric("reward", "Standard deviation of those rewards; at 0 there is no gradient."),
+    "rollout/reward_std": Metric(
+        "reward", "Standard deviation of the rewards of the step's scored samples; at 0 there is no gradient."
+    ),
     "rollout/accuracy": Metric("fraction", "Scored samples whose reward reaches eval.threshold."),
-    "rollout/pass_rate": Metric("fraction", "The same over all scored samples, dropped groups included."),
+    "rollout/pass_rate": Metric(
+        "fraction", "Scored samples whose reward reaches eval.threshold, dropped groups included."
+    ),
     "rollout/pass_rate[source=<source>]": Metric(
-        "fraction", "The same of the prompts of one source, where data.train has several."
+        "fraction", "`rollout/pass_rate` of the prompts of one source, where data.train has several."
     ),
     "rollout/prompts_frac[source=<source>]": Metric(
         "fraction", "Prompts of the step from this source, dropped groups included; weights in data.train decide it."
@@ -68,8 +72,8 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/response_surprise": Metric(
         "ratio",
-        "The same of the step's samples, at rollout.temperature: how sure the policy is of what it writes. First step "
-        "only.",
+        "Negative logprob per token, at rollout.temperature, of the step's samples over the logarithm of the "
+        "vocabulary's size: how sure the policy is of what it writes. First step only.",
     ),
     "rollout/answer_tokens_mean": Metric(
         "tokens", "Mean length of the data's answers as responses, end token included. First step only."
@@ -92,7 +96,7 @@ METRICS: dict[str, Metric] = {
         "correlation", "Correlation of response length and reward over scored samples; without spread not logged."
     ),
     "rollout/right_tokens_mean": Metric("tokens", "Mean response length of samples that reach eval.threshold."),
-    "rollout/wrong_tokens_mean": Metric("tokens", "Mean response length of scored samples that do not."),
+    "rollout/wrong_tokens_mean": Metric("tokens", "Mean response length of scored samples below eval.threshold."),
     "rollout/staleness_mean": Metric(
         "policy updates", "Mean age of the trained tokens: updates between sampling and training."
     ),
@@ -118,19 +122,19 @@ METRICS: dict[str, Metric] = {
         "Bytes moved by the last publish over the minimum: the weights once per engine, with Ray's object store once "
         "per machine with engines.",
     ),
-    "engine/<replica>_samples": Metric("samples", "Samples finished by this replica since the last log line."),
-    "engine/<replica>_queue_peak": Metric(
-        "samples", "Most samples running or queued at this replica since the last log line."
+    "engine/<engine>_samples": Metric("samples", "Samples finished by this engine since the last log line."),
+    "engine/<engine>_queue_peak": Metric(
+        "samples", "Most samples running or queued at this engine since the last log line."
     ),
-    "engine/canary_gap": Metric("nats", "Mean |trainer - sampler| logprob of a few tokens of all replicas."),
-    "engine/<replica>_logprob_gap": Metric("nats", "The same of one replica."),
-    "engine/<replica>_prefix_hit_frac": Metric(
+    "engine/canary_gap": Metric("nats", "Mean |trainer - sampler| logprob of a few tokens, over all engines."),
+    "engine/<engine>_logprob_gap": Metric("nats", "Mean |trainer - sampler| logprob of a few tokens of one engine."),
+    "engine/<engine>_prefix_hit_frac": Metric(
         "fraction", "Prompt tokens found in vLLM's prefix cache since the last log line; approximate."
     ),
     "reward/<component>_mean": Metric("score", "Mean score of one reward component, before its weight."),
-    "reward/<component>_std": Metric("score", "Standard deviation of the component's scores."),
-    "reward/<component>_min": Metric("score", "Smallest score of the component."),
-    "reward/<component>_max": Metric("score", "Largest score of the component."),
+    "reward/<component>_std": Metric("score", "Standard deviation of the scores of one reward component."),
+    "reward/<component>_min": Metric("score", "Smallest score of one reward component."),
+    "reward/<component>_max": Metric("score", "Largest score of one reward component."),
     "reward/<component>_zero_std_group_frac": Metric(
         "fraction", "Groups in which all samples have the same score from the component."
     ),
@@ -211,8 +215,10 @@ METRICS: dict[str, Metric] = {
     "train/importance_ess_frac": Metric(
         "fraction", "Effective sample size of the importance weights trainer / sampler, as a fraction of the tokens."
     ),
-    "train/importance_std": Metric("ratio", "Standard deviation of these weights."),
-    "train/importance_chi2": Metric("chi-square", "Chi-square divergence of trainer from sampler: E[w^2] - 1."),
+    "train/importance_std": Metric("ratio", "Standard deviation of the importance weights trainer / sampler."),
+    "train/importance_chi2": Metric(
+        "chi-square", "Chi-square divergence of trainer from sampler: E[w^2] - 1, w = trainer / sampler."
+    ),
     "train/update_kl": Metric(
         "nats per token",
         "KL(before || after) of the update on a sixteenth of its prompts, k3 estimate; first ten updates, then every "
@@ -276,7 +282,9 @@ METRICS: dict[str, Metric] = {
     "rm/eval_loss": Metric("nats", "Mean loss of the held-out pairs."),
     "rm/eval_accuracy": Metric("fraction", "Accuracy on the held-out pairs; 0.5 is chance."),
     "rm/eval_score_mean": Metric("score", "Mean score of the held-out responses; subtracted by `normalize`."),
-    "rm/eval_score_std": Metric("score", "Standard deviation of those scores; the divisor of `normalize`."),
+    "rm/eval_score_std": Metric(
+        "score", "Standard deviation of the held-out responses' scores; the divisor of `normalize`."
+    ),
     "eval/accuracy": Metric("fraction", "Evaluation samples whose reward reaches eval.threshold."),
     "eval/accuracy_se": Metric(
         "fraction", "Standard error of eval/accuracy over prompts; 1.96 of it each way hold 95 %."
@@ -291,15 +299,20 @@ METRICS: dict[str, Metric] = {
     "eval/response_tokens_mean": Metric("tokens", "Mean response length in evaluation."),
     "eval/tool_tokens_mean": Metric("tokens", "Mean environment tokens per evaluation sample."),
     "eval/turns_mean": Metric("turns", "Mean turns per evaluation sample; only with an environment."),
-    "eval/env_<metric>_mean": Metric("the environment's", "As rollout/env_<metric>_mean, over evaluation samples."),
+    "eval/env_<metric>_mean": Metric(
+        "the environment's",
+        "A metric of the environment: summed over a sample's turns, averaged over evaluation samples.",
+    ),
     "eval/truncated_frac": Metric("fraction", "Evaluation samples cut at the length limit."),
     "gate/logprob_gap": Metric("nats", "First-step gate: mean |trainer - sampler| logprob before the first update."),
-    "gate/logprob_gap_p99": Metric("nats", "First-step gate: 99 % of the tokens differ by less."),
+    "gate/logprob_gap_p99": Metric(
+        "nats", "First-step gate: 99th percentile of |trainer - sampler| logprob over the tokens."
+    ),
     "gate/logprob_gap_max": Metric("nats", "First-step gate: largest |trainer - sampler| logprob of a token."),
     "gate/ratio_mean": Metric("ratio", "First-step gate: mean trainer / sampler probability ratio."),
     "gate/reference_gap": Metric("nats", "First-step gate: mean |policy - reference| logprob at step 0."),
     "time/step_s": Metric("s", "Elapsed time of the step."),
-    "time/<span>_s": Metric("s", "Time since the last log line with at least one such span open."),
+    "time/<span>_s": Metric("s", "Time since the last log line in which at least one span of this name was open."),
     "memory/rss_gib": Metric("GiB", "Resident memory of this process."),
     "memory/peak_rss_gib": Metric("GiB", "Peak resident memory of this process."),
     "memory/<process>_process_rss_gib": Metric(
@@ -308,13 +321,15 @@ METRICS: dict[str, Metric] = {
     "memory/<engine>_cache_tokens": Metric(
         "tokens", "Peak tokens in an engine's KV cache since the last log line; approximate."
     ),
-    "memory/<engine>_cache_room_tokens": Metric("tokens", "Capacity of the KV cache at that time."),
-    "memory/<engine>_cache_mib": Metric("MiB", "Device memory taken by the KV cache."),
+    "memory/<engine>_cache_room_tokens": Metric(
+        "tokens", "Capacity of an engine's KV cache when memory/<engine>_cache_tokens peaked."
+    ),
+    "memory/<engine>_cache_mib": Metric("MiB", "Device memory taken by an engine's KV cache."),
     "memory/<process>_process_cuda_peak_gib": Metric("GiB", "Peak GPU memory of the process's tensors."),
     "memory/<process>_device_used_gib": Metric(
         "GiB", "Memory in use on the process's accelerator, by all processes on it, sampled in the background."
     ),
-    "memory/<process>_device_total_gib": Metric("GiB", "Memory of that accelerator."),
+    "memory/<process>_device_total_gib": Metric("GiB", "Total memory of the process's accelerator."),
     "memory/cuda_peak_gib": Metric("GiB", "Peak GPU memory of tensors during the step."),
     "memory/<phase>_peak_mib": Metric(
         "MiB", "Peak memory during the phase: tensors on a GPU, resident memory on a CPU."
@@ -324,7 +339,7 @@ METRICS: dict[str, Metric] = {
     ),
     "memory/device_busy_frac": Metric("fraction", "Share of time in which the GPU computed, by NVML."),
     "memory/rungs": Metric(
-        "settings", "Settings lowered after running out of memory, in this run and those it resumes."
+        "settings", "Settings lowered after running out of memory, in this run and the runs that it resumes."
     ),
     "memory/redone": Metric("times", "Retries after running out of memory, since the process started."),
     "memory/disk_free_gib": Metric("GiB", "Free space on the disk of the run's folder."),

@@ -126,7 +126,7 @@ LIVENESS = (
                 name="sampling_stalls",
                 what="the samples of that step took most of the time: an engine hangs, or a response never ends.",
                 change="rollout.timeout_s: below the observed time, so that a stuck group ends",
-                confirm="hone status RUN_DIR shows replicas that restart; engine/<replica>_queue_peak of one alone is "
+                confirm="hone status RUN_DIR shows replicas that restart; engine/<engine>_queue_peak of one alone is "
                 "large.",
                 applies=lambda h: h.now("time/generate_s") > 0.5 * h.now("time/step_s"),
             ),

@@ -154,9 +154,9 @@ TUNING = (
                 what="sampling takes longer than training, and bounds the speed of the run.",
                 change="cluster.engines: more of the devices, where cluster.trainer can spare them; "
                 "rollout.max_concurrent_samples: larger, while the engines' caches have room",
-                confirm="hone plan RUN.yaml has the shares of both that fit. If engine/<replica>_queue_peak of one "
+                confirm="hone plan RUN.yaml has the shares of both that fit. If engine/<engine>_queue_peak of one "
                 "replica alone is large, its machine is slow.",
-                reads=("engine/<replica>_queue_peak", "engine/<replica>_prefix_hit_frac", "rollout.max_staleness"),
+                reads=("engine/<engine>_queue_peak", "engine/<engine>_prefix_hit_frac", "rollout.max_staleness"),
             ),
         ),
         source="waiting of the trainer names the role that binds: prime-rl docs/training.md; half ours",
