@@ -83,7 +83,7 @@ def idle_reward() -> list[Callable[..., Any]]:
 
 
 def sticking_reward(groups: int) -> list[Callable[..., Any]]:
-    """After so many groups every sample earns the same."""
+    """After a number of groups every sample earns the same."""
     seen = 0
 
     def reward(group: Group) -> list[float]:
@@ -132,7 +132,7 @@ def leaking_reward() -> list[Callable[..., Any]]:
 
 
 def outlier_reward(value: float, groups: int) -> list[Callable[..., Any]]:
-    """After so many groups, one sample in a hundred groups earns `value`."""
+    """After a number of groups, one sample in a hundred groups earns `value`."""
     seen = 0
 
     def reward(group: Group) -> list[float]:

@@ -121,8 +121,8 @@ def stuck_weights(_: Path) -> Any:
 
 @contextlib.contextmanager
 def own_service(*, dies_after: float = math.inf, delay_s: float = 0.0) -> Iterator[Mapping[str, Any]]:
-    """A reward service on a port of this machine. After so many steps it is gone: nothing listens there any more. Each
-    of its answers takes so long."""
+    """A reward service on a port of this machine. After `dies_after` steps nothing listens there any
+    more. Each answer takes `delay_s`."""
     served = 0
 
     class Handler(BaseHTTPRequestHandler):

@@ -8,7 +8,7 @@ Two run files that differ in that one key, on the long case of the comparison wi
 run a process of its own. Taking turns, each half has both threads; at the same time, each has one: overlapping can win
 no more than what a second thread fails to bring. A step is the time from one update's end to the next one's, and the
 ratio is of medians over all rounds, without the first steps. Reward curves stand side by side, because a faster step
-that learns less is no gain.
+that learns less is not a gain.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
 
 
 async def steps(run: PolicyRun, count: int, training: asyncio.Task[None]) -> None:
-    """Wait until so many steps are made. Raises what ends the training before."""
+    """Wait until this number of steps is made. Raises what ends the training before."""
     while run.progress.step < count:
         if training.done():
             training.result()

@@ -60,7 +60,7 @@ Side = Callable[["Workload"], tuple[int, float]]
 
 @dataclass(frozen=True)
 class Piece:
-    """One request: so many samples of one prompt, each up to so many tokens."""
+    """One request: a number of samples of one prompt, each up to a number of tokens."""
 
     prompt: int
     num_samples: int

@@ -2,7 +2,7 @@
 
     python benchmarks/growth.py --updates 100000
 
-Writes the events and metrics of so many updates of 32 groups through the run's own sinks, then opens them again as a
+Writes the events and metrics of N updates of 32 groups through the run's own sinks, then opens them again as a
 resumed run does, audits them, and makes the pages of `hone ui`: of the run (`report.html` is made of the same) against
 the same from every line, of the list and of a comparison. Processor seconds, since both sides read from memory.
 `one line each` is what the same events would take unmerged. Memory is the largest that Python held while it resumed.

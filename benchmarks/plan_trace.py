@@ -57,7 +57,7 @@ LOCAL_MODELS = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b-v0.3")
 LOCAL_TOKENS = 8192
 TENSOR_MODELS = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-32b")
 TENSOR, TENSOR_SHARD = (2, 8), 16
-"""Devices that each layer is divided over, of so many that train."""
+"""Devices that each layer is divided over, by the number that train."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _local(case: Case):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, help="take every so many-th point")
+    parser.add_argument("--every", type=int, default=1, help="take every N-th point")
     parser.add_argument("--json", type=Path, help="write all points to this file")
     arguments = parser.parse_args()
     started = time.monotonic()

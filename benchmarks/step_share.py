@@ -4,7 +4,7 @@
     python benchmarks/step_share.py --cases 5M --threads 1 2
     python benchmarks/step_share.py --quick
 
-Each case is a run as in `trl_compare.py`, in this process: so many plain steps, then as many under torch.profiler.
+Each case is a run as in `trl_compare.py`, in this process: some plain steps, then as many under torch.profiler.
 
 outside ops     1 - (time in which at least one thread runs a tensor operation) / (wall time of the profiled steps). An
                 operation is an `aten` one, a node of the autograd graph or a custom autograd Function, whatever calls

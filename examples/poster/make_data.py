@@ -10,7 +10,7 @@ left for the reward to teach.
 
 The tokenizer has one token for each piece of such a JSON text, each number and each word, so that a poster of four
 layers takes about 60 tokens, not 350. Every other printable character is a token as well: the policy can write
-anything, and much of it is no poster. tokenizer-pictures/ has tokens for pictures besides, a chat template, and the
+anything, and much of it is not a poster. tokenizer-pictures/ has tokens for pictures besides, a chat template, and the
 settings of a picture processor.
 """
 

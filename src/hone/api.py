@@ -198,7 +198,7 @@ def _component(
 ) -> dict[str, Any]:
     """A reward's entry in `reward.components`, after the `others`; `functions` gets those that only this process has.
 
-    Raises ConfigError for what is no function.
+    Raises ConfigError for what is not a function.
     """
     if not callable(function):
         raise ConfigError(

@@ -12,8 +12,7 @@ from functools import lru_cache
 OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that Hone's own decoder runs; its attention can be a ring over ranks."""
 QUERY_ROWS = 256
-"""Longer sequences are cut into tiles of so many queries, so that a tile of attention sees only the keys before its
-end."""
+"""Queries per tile of longer sequences; a tile of attention sees only the keys before its end."""
 BLOCK_SCORES = 1 << 19
 """Most scores per head in a block of attention, before its sizes are rounded up: 64 MiB in float32 with 32 heads."""
 FLASH_WIDTH = 256

@@ -45,13 +45,13 @@ MARGIN = 0.02
 READABLE_FRAC = 0.02
 """Font size, as a fraction of the canvas's long side, from which a text is read with ease; none is at LEGIBLE_FRAC."""
 SPARE_LAYERS = 1.25
-"""As many layers as the ground truth shows, times this, are no clutter."""
+"""As many layers as the ground truth shows, times this, are not clutter."""
 HUES = 12
 """Sectors that colours are counted in."""
 COLOURLESS = 0.005
 """Mean chroma of a picture, up to 1, below which it has no colours to compare with."""
 COARSE_PX = 8
-"""Colours are those of squares of so many pixels."""
+"""Side of the squares that colours are averaged over, in pixels."""
 GROUND_AREA = 0.5
 """A picture that covers more of the canvas than this is a ground for others, not an element among them."""
 _CELLS = 64

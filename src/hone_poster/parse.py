@@ -64,7 +64,7 @@ class PosterLayer:
     """Of the box; None takes what the kind has by default."""
     opacity: float = 1.0
     font_size: float | None = None
-    """None takes the largest that fits. 0 stands for anything that is no size."""
+    """None takes the largest that fits. 0 stands for anything that is not a size."""
     align: str = "center"
     image: str | None = None
     """Handle of a picture, to be looked up in the ground truth."""
@@ -129,7 +129,7 @@ def read_ground_truth(truth: Any, *, geometry: Geometry = "xywh") -> Poster:
         try:
             truth = _DECODER.decode(truth)
         except (ValueError, RecursionError) as error:
-            raise BadGroundTruth(f"the ground truth is no JSON: {error}") from error
+            raise BadGroundTruth(f"the ground truth is not JSON: {error}") from error
     if not isinstance(truth, Mapping):
         raise BadGroundTruth(f"the ground truth is {type(truth).__name__}, not an object")
     canvas = _canvas(truth)
@@ -291,7 +291,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise NotAPoster(f"{name} is no JSON")
+    raise NotAPoster(f"{name} is not JSON")
 
 
 def _integer(digits: str) -> float:

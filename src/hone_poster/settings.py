@@ -47,7 +47,7 @@ class PosterSettings:
         if not all(weight >= 0 for weight in weights) or not math.isfinite(sum(weights)):
             raise ValueError(f"weights must be 0 or more, and their sum finite; got {weights}")
         if self.structure_weight + self.accuracy_weight <= 0:
-            raise ValueError("structure_weight and accuracy_weight are both 0: looks alone are no poster")
+            raise ValueError("structure_weight and accuracy_weight are both 0: at least one must be positive")
         choices = {"on_component_missing": OnMissing, "geometry": Geometry, "multi_object": MultiObject}
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):

@@ -137,7 +137,7 @@ class VisualQuality:
             ValueError: an argument is out of range, or the environment has no such variable.
         """
         if not endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"endpoint {endpoint!r} is no http URL")
+            raise ValueError(f"endpoint {endpoint!r} is not an HTTP URL")
         if votes < 1 or timeout_s <= 0 or max_concurrent < 1:
             raise ValueError("votes, timeout_s and max_concurrent must be positive")
         self.url, self.votes, self.timeout_s, self.seed = endpoint, votes, timeout_s, seed

@@ -307,7 +307,7 @@ def batch_of(rewards) -> Batch:
 
 
 SAID = {
-    "Tool tokens are no time steps": tools,
+    "Tool tokens are not time steps": tools,
     "A turn's reward is not paid to later turns": turns,
     "The reward is clipped, not what a baseline left of it": clips,
     "A group of one says nothing": group_of_one,

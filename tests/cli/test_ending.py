@@ -28,7 +28,7 @@ def prepared(folder, *, steps):
 
 
 def learning(process, folder, *, steps=1):
-    """Wait until a process's run has made so many updates more."""
+    """Wait until a process's run has made a number of updates more."""
     lines = folder / "run" / "metrics.jsonl"
 
     def made():

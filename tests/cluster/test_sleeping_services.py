@@ -96,7 +96,7 @@ def test_one_that_does_not_obey_is_ended_and_comes_back_when_it_is_woken(tmp_pat
         pid = sleepy.state().pid
         await service.sleep()
         assert not psutil.pid_exists(pid), "its memory is the trainer's"
-        assert any("did not do POST /sleep?level=1 (HTTP 500: ) and is ended" in said for said in sleepy.said)
+        assert any("POST /sleep?level=1 failed (HTTP 500: ); the service is stopped" in said for said in sleepy.said)
         await service.wake()
         await until(lambda: sleepy.state().state == "ready")
         assert sleepy.state().pid != pid

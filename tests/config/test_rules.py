@@ -44,7 +44,8 @@ BROKEN = [
     ({"rollout__kv_cache_tokens": "5"}, "must hold the longest sample"),
     (
         {"run__deterministic": "true", "rollout__max_staleness": "1"},
-        "run.deterministic: = true cannot hold with rollout.max_staleness = 1: which weights sample a token depends on",
+        "run.deterministic: = true cannot be guaranteed with rollout.max_staleness = 1: which weights "
+        "sample a token depends on",
     ),
     ({"run__name": "a/b"}, "run.name: must be letters, digits, blanks and _ . + = -, at most 128"),
     ({"run__name": "..", "run__dir": "'{name}'"}, "run.name: must be letters"),
@@ -90,7 +91,7 @@ BROKEN = [
         "data.order: = pass_rate needs stage rl, which measures pass rates",
     ),
     ({"data__train_rows": "'100'"}, "data.train_rows: must be start:stop as in Python"),
-    ({"cluster__env": "{9LIVES: cat}"}, "cluster.env.9LIVES: is no name of an environment variable"),
+    ({"cluster__env": "{9LIVES: cat}"}, "cluster.env.9LIVES: is not an environment variable's name"),
     (judge("policy: a/b, env: {CUDA_VISIBLE_DEVICES: '0'}"), "services.judge.env.CUDA_VISIBLE_DEVICES: is set by Hone"),
     ({"sft__rows": "a:b"}, "sft.rows: must be start:stop"),
     ({"stages": "[rl, rl]"}, "stages: must name each stage once (got rl, rl)"),
@@ -123,7 +124,7 @@ BROKEN = [
     ),
     (
         {"observe": "{stop_on: [mismatches]}"},
-        "observe.stop_on: has 'mismatches', which is no alarm. Did you mean mismatch?",
+        "observe.stop_on: has 'mismatches', which is not an alarm. Did you mean mismatch?",
     ),
     ({"services": "{training: {command: [sh, '{port}']}}"}, "services.training: must be named with at most 40 letters"),
     (judge("port: 80"), "services.judge: needs exactly one of reward, policy and command (got none of them)"),

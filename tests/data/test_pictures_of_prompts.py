@@ -95,7 +95,7 @@ def test_sizes_are_those_of_transformers_processor(tmp_path):
     ("row", "message"),
     [
         ({"image": "no.png"}, r"rows.jsonl:1 image: picture 1: .*no.png cannot be read: No such file"),
-        ({"image": ["a.png", "broken.png"]}, r"rows.jsonl:1 image: picture 2: is no picture that can be decoded"),
+        ({"image": ["a.png", "broken.png"]}, r"rows.jsonl:1 image: picture 2: is not a picture that can be decoded"),
         ({"image": "https://example.org/a.png"}, r"is a URL; nothing is fetched"),
         ({"image": "../a.png"}, r"is outside of"),
         ({"image": "data:image/png;base64,!"}, r"data URL must be"),
@@ -245,7 +245,7 @@ def test_tiles_are_those_of_transformers_processor(tmp_path):
         for most in (1, 3, 4):
             bounded = PictureProcessor.of(TILE_FILES, most_pixels=28 * 28 * most).picture(tmp_path / "c.png")
             assert bounded.rows // 2 <= most
-    with pytest.raises(DataError, match="are no squares of square tokens"):
+    with pytest.raises(DataError, match="cannot be divided into a square grid of tokens"):
         PictureProcessor.of({"preprocessor_config.json": TILE_FILES["preprocessor_config.json"]}, most_pixels=10**6)
 
 

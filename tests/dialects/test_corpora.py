@@ -20,7 +20,7 @@ from hone.dialects.writing import run_file_of
 SHARES = {"verl": 0.75, "openrlhf": 1.0, "trl": 0.9, "mindspeed": 0.6}
 """Of the RL commands, those without a refusal."""
 FACTOR = {"verl": 3, "trl": 3}
-"""Every so many commands are loaded in the quick suite."""
+"""One of this number of commands is loaded in the quick suite."""
 
 
 @pytest.fixture(scope="module")

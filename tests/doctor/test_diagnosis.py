@@ -215,7 +215,7 @@ def test_where_every_response_is_cut_the_length_of_the_answers_says_why(answer, 
 
 
 def test_one_component_of_several_that_pays_length_is_seen_where_short_answers_hide_it():
-    """Over all samples reward and length do not go together; with one component alone the same is no alarm."""
+    """Over all samples reward and length do not go together; with one component alone it is not an alarm."""
     line = {"stage": "rl", "rollout/length_reward_corr": -0.1, "reward/judge_length_corr": 0.8}
     lines = [{**line, "step": step, "rollout/response_tokens_mean": 5.0 + 0.2 * step} for step in range(1, 30)]
     assert not watch_lines(SETTINGS, lines).alarms
@@ -319,7 +319,9 @@ def test_the_report_has_the_alarms_with_their_curve(tmp_path):
 def test_a_stop_on_that_is_no_alarm_is_refused(tmp_path):
     run_file = write_run(tmp_path)
     run_file.write_text(run_file.read_text().replace("console: quiet", "console: quiet, stop_on: [truncated]"))
-    with pytest.raises(ConfigError, match=r"observe\.stop_on: has 'truncated', which is no alarm. Did you mean trunc"):
+    with pytest.raises(
+        ConfigError, match=r"observe\.stop_on: has 'truncated', which is not an alarm. Did you mean trunc"
+    ):
         hone.train(str(run_file))
 
 

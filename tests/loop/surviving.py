@@ -11,7 +11,7 @@ from hone.run.audit import audit_file
 
 
 def assert_kills_change_nothing(whole: Path, killed: Path, *, kills: int, seed: int, updates: int) -> None:
-    """Run the run file `killed` with so many kills at random moments; `whole` is the run file of a run that ended."""
+    """Run the run file `killed` with `kills` kills at random moments; `whole` is the run file of a run that ended."""
     program = Path(__file__).with_name("killed_runs.py")
     done = subprocess.run(
         [sys.executable, program, killed, str(kills), str(seed)],

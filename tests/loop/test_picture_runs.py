@@ -35,7 +35,7 @@ def test_check_shows_pictures_and_refuses_what_cannot_have_them(tmp_path):
     assert not refused_by_run(cluster, init_config({"model_type": "qwen3_vl", **for_vllm("qwen3_vl")}, vocab_size=None))
     (tmp_path / "3.png").write_bytes(b"no picture")
     broken = assemble.check_run(load_config(tmp_path / "run.yaml"))
-    assert any("rows.jsonl:3 images: picture 2: is no picture" in problem for problem in broken.problems)
+    assert any("rows.jsonl:3 images: picture 2: is not a picture" in problem for problem in broken.problems)
 
 
 @pytest.mark.slow("two runs of two stages")

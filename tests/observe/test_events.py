@@ -99,7 +99,7 @@ def test_a_stalled_disk_blocks_no_caller_and_lost_lines_are_counted(tmp_path, mo
         log.write("saved", step=step)
     log.position()
     assert "has taken nothing for 0.2 s" in warned[0] and "more are counted and dropped" in warned[1]
-    assert len(warned) == 2, "said once"
+    assert len(warned) == 2, "reported once"
     found = b""
     while found.count(b"\n") < 7:  # the disk is back
         select.select([reader], [], [], 10)

@@ -157,7 +157,7 @@ def test_a_metric_that_is_not_finite_is_said_once(tmp_path, capsys):
     for step in (1, 2):
         observer.log("rl", step, {"train/loss": float("nan")})
     observer.close("done")
-    assert capsys.readouterr().err == "warning: train/loss is nan at rl step 1 (said once)\n"
+    assert capsys.readouterr().err == "warning: train/loss is nan at rl step 1 (reported once)\n"
 
 
 def test_a_full_disk_ends_in_messages(tmp_path):

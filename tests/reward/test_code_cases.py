@@ -40,7 +40,7 @@ NO_PROGRAM = [
     ("```python-repl\n>>> 1\n```", "no code block"),
     ("```pycon\n>>> 1\n```", "no code block"),
     ("    ```python\n    x\n    ```", "no code block"),
-    ("<think>\n```python\nprint(1)\n```", "its reasoning has no end"),
+    ("<think>\n```python\nprint(1)\n```", "its reasoning is not closed"),
     ("```python\nprint(1)\n```</think>", "no code block"),
     ("```python\nprint(1)\n```\n```python\nprint(", "its last code block is not closed"),
     ("", "no code block"),

@@ -386,7 +386,7 @@ def error(fault, retryable, detail="why"):
 
 
 def failing_item(which, fault, retryable, times=10**9):
-    """The right answer, but for the item of this id the service has an error, so many times."""
+    """The right answer, but for the item of this id the service has an error, a number of times."""
     seen = []
 
     def change(reply, results):

@@ -347,7 +347,7 @@ def test_lengths_that_do_not_come_out_are_refused_with_the_sum():
         ({"vote": 3}, "Extra inputs are not permitted"),
         ({"url": None}, "either url or service"),
         ({"service": "judge"}, "either url or service"),
-        ({"url": "ftp://x"}, "no http URL"),
+        ({"url": "ftp://x"}, "not an HTTP URL"),
         ({"scale": (5, 5)}, "scale: 5 is not below 5"),
         ({"profile": "choice"}, "choices"),
         ({"choices": {"yes": 10}}, "choices"),

@@ -148,7 +148,7 @@ def test_no_process_there():
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"endpoint": "file:///etc/passwd"}, "no http URL"),
+        ({"endpoint": "file:///etc/passwd"}, "not an HTTP URL"),
         ({"votes": 0}, "must be positive"),
         ({"timeout_s": 0}, "must be positive"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),

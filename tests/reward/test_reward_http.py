@@ -332,8 +332,8 @@ def test_who_gives_up_leaves_no_place_taken():
     ("urls", "message"),
     [
         ([], "no URL"),
-        (["127.0.0.1:8899"], "no http URL"),
-        (["ftp://x"], "no http URL"),
+        (["127.0.0.1:8899"], "not an HTTP URL"),
+        (["ftp://x"], "not an HTTP URL"),
         (["http://user:pw@host:1"], "token"),
         (["http://host/?a=1"], "query"),
     ],

@@ -274,24 +274,24 @@ PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum":
         ('{"age": -3}', 0, "$.age: -3 is less than the minimum of 0"),
         ('{"age": "3"}', 0, "$.age: '3' is not of type 'integer'"),
         ("{}", 0, "$: 'age' is a required property"),
-        ('Here it is: {"age": 3}', 0, "no JSON: "),
-        ('```json\n{"age": 3}\n``` and ```json\n{}\n```', 0, "no JSON: "),
-        ('{"age": NaN}', 0, "no JSON: NaN is no JSON"),
-        ('{"age": 1e999}', 0, "no JSON: 1e999 is beyond all numbers"),
-        ('{"age": 3, "tall": -1e999}', 0, "no JSON: -1e999 is beyond all numbers"),
+        ('Here it is: {"age": 3}', 0, "not JSON: "),
+        ('```json\n{"age": 3}\n``` and ```json\n{}\n```', 0, "not JSON: "),
+        ('{"age": NaN}', 0, "not JSON: NaN is not JSON"),
+        ('{"age": 1e999}', 0, "not JSON: 1e999 is out of range"),
+        ('{"age": 3, "tall": -1e999}', 0, "not JSON: -1e999 is out of range"),
         ('````json\n{"age": 3}\n````', 1, ""),
         ('   ```{json}\n   {"age": 3}\n   ```', 1, ""),
-        ('{"age": 3, "age": 4}', 0, "no JSON: a key is there twice"),
-        ('{"age": 3', 0, "no JSON: "),
-        ("[" * 100_000, 0, "no JSON: "),
-        ("", 0, "no JSON: "),
+        ('{"age": 3, "age": 4}', 0, "not JSON: a key is duplicated"),
+        ('{"age": 3', 0, "not JSON: "),
+        ("[" * 100_000, 0, "not JSON: "),
+        ("", 0, "not JSON: "),
     ],
 )
 def test_json_schema(text, paid, detail, tmp_path):
     (score,) = scores("json_schema", group(text), tmp_path, schema=PERSON)
     assert score.value == paid
     assert score.detail.startswith(detail)
-    assert (score.fault is Fault.MODEL) == detail.startswith("no JSON")
+    assert (score.fault is Fault.MODEL) == detail.startswith("not JSON")
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ def test_a_stalling_answer_never_earns_more_than_a_wrong_one(make_rewards):
         ("regex", {"pattern": "("}, "no pattern: missing"),
         ("json_schema", {}, "give one of schema and column"),
         ("json_schema", {"schema": {}, "column": "c"}, "give one of schema and column"),
-        ("json_schema", {"schema": {"type": "no such type"}}, "no JSON Schema"),
+        ("json_schema", {"schema": {"type": "no such type"}}, "not a JSON Schema"),
     ],
 )
 def test_arguments_that_make_no_sense_are_problems_of_the_run_file(use, args, problem, tmp_path):

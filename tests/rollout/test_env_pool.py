@@ -78,7 +78,7 @@ def test_chance_is_of_the_sample_and_not_of_the_order():
         ("gives a number", "gave a text that is int"),
         ("gives NaN", "gave 'reward' = nan; names must be identifiers and values finite"),
         ("gives a bad metric", "gave 'a/b' = 1.0; names must be identifiers and values finite"),
-        ("gives a word as reward", "gave a reward or metrics that are no numbers"),
+        ("gives a word as reward", "gave a reward or metrics that are not numbers"),
         ("gives no end", "gave a text of 2097152 characters; at most 1048576 are taken"),
     ],
 )

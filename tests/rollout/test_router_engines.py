@@ -32,7 +32,7 @@ def new_engine(decode=letters):
 
 
 def dies_after(samples):
-    """A `decode` that fails once so many samples are finished: the engine's worker ends with it."""
+    """A `decode` that fails once a number of samples are finished: the engine's worker ends with it."""
     left = [samples]
 
     def decode(token_ids):

@@ -224,7 +224,7 @@ def test_it_sleeps_wakes_for_weights_and_samples_only_when_all_is_awake(vllm, mo
     vllm.run(engine.sleep())  # twice is once
     with pytest.raises(EngineError, match="asleep"):
         vllm.run(engine.generate(one))
-    with pytest.raises(EngineError, match="threw them away"):
+    with pytest.raises(EngineError, match="discarded on sleep"):
         vllm.run(engine.wake())
     vllm.load(models[1], 7)
     with pytest.raises(EngineError, match="asleep"):

@@ -80,7 +80,7 @@ def test_requests_in_flight_continue_with_the_new_adapter(vllm):
 def test_what_is_no_adapter_is_refused_and_the_last_one_stays(vllm, base):
     model = with_adapter(5)
     vllm.load(list(model.adapter.weights()), 5)
-    with pytest.raises(EngineError, match="is no tensor of an adapter"):
+    with pytest.raises(EngineError, match="is not a tensor of an adapter"):
         vllm.load(base, 6)
     with pytest.raises(EngineError, match="two matrices"):
         vllm.load(list(model.adapter.weights())[:-1], 6)

@@ -63,7 +63,7 @@ def test_a_group_crosses_the_wire_unchanged():
 
 
 def test_pictures_cross_the_wire_once(tmp_path):
-    """Whole, in their own shape, at most so many pixels a side; what is none is named."""
+    """Whole, in their own shape, at most this number of pixels a side; what is none is named."""
     save_picture(tmp_path / "wide.png", 1, width=300, height=150)
     Image.new("RGB", (20, 30), colour := (10, 200, 60)).save(tmp_path / "small.png")
     processor = QwenProcessor(28, (0.5,) * 3, (0.25,) * 3, "bicubic", least_pixels=784, most_pixels=784 * 4)
@@ -80,7 +80,7 @@ def test_pictures_cross_the_wire_once(tmp_path):
     assert max(first.read(within=10).shape) == 10
     assert np.abs(second.read() - np.array(colour, np.float32)).max() < 5
     assert pickle.loads(pickle.dumps(second)).read().shape == (30, 20, 3)
-    with pytest.raises(ValueError, match="has picture 'x', which `pictures` has not"):
+    with pytest.raises(ValueError, match=r"has picture 'x', which is not in .pictures."):
         RewardRequest(items=[Item(id="a", solution_str="", pictures=["x"])])
     for url in ("a.png", "https://example.org/a.png", "data:image/png;base64,!", "data:image/png;base64,aaaa"):
         with pytest.raises(BrokenPicture):

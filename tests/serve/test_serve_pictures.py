@@ -104,7 +104,7 @@ def test_files_are_read_from_one_folder_alone(folder, tmp_path):
         (str(tmp_path / "other.png"), {"image_root": folder}, "is outside of"),
         ("0.png", {}, "send a data URL"),
         ("http://example.com/0.png", {"image_root": folder}, "nothing is fetched"),
-        ("data:image/png;base64,AAAA", {}, "is no picture"),
+        ("data:image/png;base64,AAAA", {}, "is not a picture"),
     ):
         with pytest.raises(OpenAIProblem, match=why):
             asked(folder, [image(url)], **settings)

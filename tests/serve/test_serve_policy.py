@@ -257,7 +257,7 @@ def test_models_and_health(server):
     [
         ({"prompt": "1+2=", "max_tokens": 93}, 400, "max_tokens", "prompt 4 + max_tokens 93 = 97 tokens, more than"),
         ({"prompt": "1" * 96, "max_tokens": None}, 400, None, "prompt 96 + at least 1 for the answer = 97 tokens"),
-        ({"prompt": "1", "model": "gpt-4"}, 404, "model", "this server has 'tiny' alone"),
+        ({"prompt": "1", "model": "gpt-4"}, 404, "model", "this server only has 'tiny'"),
         ({"prompt": "é"}, 400, "prompt", "character 'é'"),
         ({"prompt": ""}, 400, "prompt", "it has no tokens"),
         ({"prompt": []}, 400, "prompt", "0 prompts"),

@@ -47,7 +47,7 @@ class Found:
 
 
 def batch_of(*, replays: bool, count: int = 4) -> Batch:
-    """Samples that all have a gradient, with random ones of so many experts."""
+    """Samples that all have a gradient, with random ones of this number of experts."""
     algorithm = Algorithm(AlgorithmSection())
     batch = make_batch(make_groups(num_groups=4, group_size=3), algorithm)
     advantages_T = torch.linspace(-1, 1, len(batch.token_ids_T)).double() + 0.03

@@ -46,7 +46,7 @@ class Case:
     poisoned_updates: tuple[int, ...] = ()
     """Updates whose batch has an infinite advantage."""
     samples_with_advantage: int | None = None
-    """The first so many; None: all."""
+    """How many, from the first; None: all."""
     checkpointing: Checkpointing = "none"
     compile: bool = False
     mesh: Mapping[str, int] = field(default_factory=dict)

@@ -83,7 +83,7 @@ def test_a_compiler_that_fails_is_said_once_and_replaced(fused, monkeypatch):
 
 
 class OfSize(TorchDispatchMode):
-    """Counts operators with a tensor of so many numbers, besides those that are compiled."""
+    """Counts operators with a tensor of this number of elements, besides those that are compiled."""
 
     def __init__(self, size):
         super().__init__()

@@ -14,7 +14,7 @@ from hone.observe.recorder import TokenFigures
 
 
 def write_run(folder: Path, steps: int = 12, lr: float = 1e-3) -> Observer:
-    """A run that has made so many steps and has not ended."""
+    """A run that has made `steps` steps and has not ended."""
     folder.mkdir(parents=True)
     settings = {"run": {"dir": str(folder)}, "train": {"optimizer": {"lr": lr}, "prompts_per_step": 2}}
     settings |= {"rollout": {"group_size": 2}}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def segment_index(length: Tensor) -> Tensor:
-    """(sum of `length`,) int64 segment of each element, where segments of so many elements follow each other."""
+    """(sum of `length`,) int64 segment of each element, where segments of these lengths follow each other."""
     return torch.arange(len(length), device=length.device).repeat_interleave(length)
 
 

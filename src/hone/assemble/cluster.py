@@ -29,7 +29,7 @@ from hone.train.trainer import Trainer
 T = TypeVar("T")
 
 LOOK_S, LOST_LOOKS = 2.0, 5
-"""Ray is lost after so many failed checks in a row; a GCS may be restarted by its owner."""
+"""Seconds between checks of Ray, and failed checks in a row after which it is lost: a GCS may be restarted."""
 STOP_S = 35.0
 """Some 15 s later Ray would end this process by itself."""
 

@@ -141,7 +141,10 @@ def asks_to_stop(stop: asyncio.Event, observer: Observer, interrupted: threading
     def handle(_: signal.Signals) -> None:
         if stop.is_set():
             os._exit(Stopped.exit_code)
-        observer.say("stopping: the step in flight is finished or dropped, then a checkpoint; again to exit at once")
+        observer.say(
+            "stopping: finishing or dropping the current step, then saving a checkpoint; "
+            "press Ctrl-C again to exit immediately"
+        )
         stop.set()
 
     async def wait_for_interrupt(interrupted: threading.Event) -> None:

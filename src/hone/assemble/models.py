@@ -155,7 +155,7 @@ def starting_adapter(source: Source, stage: str) -> Path | None:
 
 def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> ScalarModel:
     """A reward model on a policy's body, described so that Transformers loads it as a sequence classifier."""
-    # Transformers scores the last token that is no padding, so the end of a response must not look like padding.
+    # Transformers scores the last token that is not padding, so the end of a response must not look like padding.
     pad_id = None if tokenizer.pad_id in tokenizer.eos_ids else tokenizer.pad_id
     body.checkpointing = config.train.activation_checkpointing
     model = ScalarModel(body)
@@ -194,7 +194,7 @@ def rl_roles(source: Source, ranks: Ranks = ALONE, *, held: Collection[Role]) ->
 
 
 def sft_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> Roles:
-    """The trainer of a supervised stage of so many optimizer steps, at its beginning."""
+    """The trainer of a supervised stage of `steps` optimizer steps, at its beginning."""
     config = source.loaded.config
     model = with_adapter(config, starting_model(source, "sft"), "sft", starting_adapter(source, "sft"))
     return Roles(
@@ -203,7 +203,7 @@ def sft_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> Roles:
 
 
 def pair_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> PairTrainer:
-    """The trainer of a reward-model stage of so many optimizer steps, at its beginning."""
+    """The trainer of a reward-model stage of `steps` optimizer steps, at its beginning."""
     config = source.loaded.config
     model = scalar_model(config, source.tokenizer, starting_model(source, "reward_model"))
     passes = make_passes(source, ranks)

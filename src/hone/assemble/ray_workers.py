@@ -209,7 +209,7 @@ class RayWorkers:
         on_gpu = job.device.type == "cuda"  # on Ascend NPUs weights go through Ray's object store
         transport = transport_of(job.config, job.topology, on_gpu=on_gpu)
         if transport == "ipc" and not on_gpu:
-            raise PlacementError("cluster.transport = ipc shares a GPU's memory, and here is none. Nearest: auto.")
+            raise PlacementError("cluster.transport = ipc shares a GPU's memory, and no GPU was found. Nearest: auto.")
         if job.config.lora.publish == "adapter":  # small, and read by vLLM from a directory
             transport = "ray"
         job.observer.say(f"new weights go through {in_words(transport, on_gpu=on_gpu)}")

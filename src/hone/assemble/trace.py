@@ -107,7 +107,7 @@ def trace_plan(found: Plan, folder: Path, say: Callable[[str], None]) -> Trace:
     else:
         points = tuple(_pools(found, folder, say, notes))
     if not points:
-        raise DataError("nothing of this plan can be traced: " + "; ".join(notes))
+        raise DataError("this plan cannot be traced: " + "; ".join(notes))
     return Trace(points, tuple(notes), time.monotonic() - start)
 
 
@@ -153,7 +153,7 @@ def _single(
 
 
 def _batch(found: Plan, tokens: int) -> Batch:
-    """A microbatch of so many tokens."""
+    """A microbatch of `tokens` tokens."""
     workload = found.inputs.workload
     lengths = workload.lengths
     return full_microbatch(
@@ -219,7 +219,7 @@ def compared(
     """Moments that both know, then the peak of every phase that both know.
 
     Args:
-        without: names of terms that no trace has: what is no tensor, or belongs to an engine.
+        without: names of terms that no trace has: what is not a tensor, or belongs to an engine.
     """
     plan: Moments = {}
     for moment in planned:
@@ -237,7 +237,7 @@ def over_depth(trace: Callable[[int], Moments], layers: int, *, dense_layers: in
     """The moments of a model of `layers` layers, from traces of shallow ones where it is deep.
 
     Args:
-        trace: makes one of a model of so many layers.
+        trace: makes one of a model with the given number of layers.
         dense_layers: first layers that are unlike the rest.
     """
     shallow, deeper = dense_layers + SHALLOW, dense_layers + DEEPER

@@ -195,7 +195,7 @@ def evaluate_judge_of(loaded: Loaded, pairs: Path, *, name: str | None, url: str
         url: ask there instead of where the component's args say.
     Raises:
         ConfigError: no such judge, or its args do not fit.
-        DataError: rows that are no pairs.
+        DataError: rows that are not pairs.
     """
     judges = {component_name(c): c for c in loaded.config.reward.components if c.use == "judge"}
     wanted = next(iter(judges)) if name is None and len(judges) == 1 else name

@@ -46,7 +46,7 @@ class Workers:
 
 
 class Backend(Protocol):
-    """Makes them, for each attempt at a stage. What it began ends with it."""
+    """Creates trainer and engines for one attempt of a stage and tears them down afterwards."""
 
     def workers(self, needs: frozenset[str], saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[Workers]:
         """For RL.
@@ -58,11 +58,11 @@ class Backend(Protocol):
         ...
 
     def sft_trainer(self, steps: int, saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[Trainer]:
-        """For a supervised stage of so many optimizer steps."""
+        """For a supervised stage of `steps` optimizer steps."""
         ...
 
     def pair_learner(self, steps: int, saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[PairLearner]:
-        """For a reward-model stage of so many optimizer steps."""
+        """For a reward-model stage of `steps` optimizer steps."""
         ...
 
 

@@ -35,7 +35,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a directory that Transformers loads."""
     if public and push_to_hub is None:
-        raise typer.BadParameter("--public is of --push-to-hub")
+        raise typer.BadParameter("--public needs --push-to-hub")
     loaded = load_run(run, overrides or ())
 
     from hone import assemble

@@ -101,12 +101,12 @@ def plan_command(
     trace: Annotated[
         bool,
         typer.Option(
-            help="Set beside it what the real classes take, operator by operator, on a CPU and without weights."
+            help="Compare with a trace of the real model classes, operator by operator, on a CPU and without weights."
         ),
     ] = False,
     compare: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_DIR", help="A run as planned and as measured instead: memory, and samples per step."),
+        typer.Option(metavar="RUN_DIR", help="Compare planned and measured memory and throughput of a run."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

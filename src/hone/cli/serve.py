@@ -80,7 +80,7 @@ def reward(
     batch_items: Annotated[int | None, typer.Option(help="Maximum batch of a reward model.")] = None,
     batch_wait_ms: Annotated[float | None, typer.Option(help="Batching window.")] = None,
     cache_items: Annotated[int | None, typer.Option(help="Size of the score cache.")] = None,
-    cache_ttl_s: Annotated[float | None, typer.Option(help="How long.")] = None,
+    cache_ttl_s: Annotated[float | None, typer.Option(help="Time that a score stays in the cache, in seconds.")] = None,
     allow_request_weights: Annotated[
         bool | None, typer.Option("--allow-request-weights", help="Allow weights in requests to /compute_reward.")
     ] = None,

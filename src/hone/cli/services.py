@@ -68,7 +68,7 @@ def status(
 
     if what is None:
         if audit:
-            raise typer.BadParameter("--audit is of a run: name its folder")
+            raise typer.BadParameter("--audit needs a run's folder")
         found = {name: state.as_dict() | {"running": True} for name, state in kept_up(runtime_folder()).items()}
         if as_json:
             typer.echo(json.dumps(found, indent=2))

@@ -37,14 +37,14 @@ def train(
     ] = False,
     without: Annotated[
         list[Without] | None,
-        typer.Option(help="With --resume: start AdamW's moments anew, or take another seed; may be given twice."),
+        typer.Option(help="With --resume: reset AdamW's moments, or use another seed; may be given twice."),
     ] = None,
 ) -> None:
     """Train: every stage of the run file, in order."""
     if resume and fresh:
         raise typer.BadParameter("--resume and --fresh exclude each other")
     if without and not resume:
-        raise typer.BadParameter("--without is of --resume")
+        raise typer.BadParameter("--without needs --resume")
     loaded = load_run(run, overrides or ())
 
     from hone import assemble

@@ -140,7 +140,7 @@ class RayServiceHost:
             if (host := await self._address(actor)) != launch.host:
                 raise ServiceError(
                     f"service {self._name} was at {launch.host}, and could only be started at {host} now: the machine "
-                    "is lost. `hone train --resume` places everything anew."
+                    "is lost. `hone train --resume` places everything again."
                 )
             pid = await self._answer(actor.begin.remote(launch))
         except BaseException:

@@ -235,7 +235,7 @@ class RemoteTrainer(RemoteLearner):
         self._update_count = int(rest["updates"])
 
     def fetch_weights(self) -> list[tuple[str, Tensor]]:
-        """All weights, here. For what is no process of the cluster."""
+        """All weights, here. For what is not a process of the cluster."""
         return self._answer(self._policy.ask("weights"), "gathering weights", self._timeout_s)
 
     def _send(

@@ -86,7 +86,7 @@ def settled(
 
 
 def on_devices(config: RunConfig, use: str, devices: int) -> RunConfig:
-    """The run on a cluster of so many devices: all of them in turn, or in two pools if sampling runs ahead."""
+    """The run on a cluster of `devices` devices: all of them in turn, or in two pools if sampling runs ahead."""
     pools: dict[str, PoolSection] = dict(config.cluster.pools)
     if not pools and config.rollout.max_staleness and "rl" in config.stages:
         others: tuple[Role, ...] = tuple(role for role in ROLES if role != "rollout" and role in needed_roles(config))

@@ -12,7 +12,7 @@ class Section(BaseModel):
     """Base of all sections: closed to unknown keys, frozen, documented by the string under each key."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Names that people write here and that are no keys -> what to use instead."""
+    """Names that people write here and that are not keys -> what to use instead."""
     short_key: ClassVar[str] = ""
     """In lists of these sections: the key that an entry sets that is only text; "": there are no such entries."""
 

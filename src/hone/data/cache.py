@@ -129,7 +129,7 @@ class DataCache:
                 raise ValueError("its size or checksum differs")
             entry = CacheEntry(_mapped(path), about["notes"])
         except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-            self.say(f"warning: the data cache entry {described} is broken ({error}); it is made again")
+            self.say(f"warning: the data cache entry {described} is broken ({error}); it is rebuilt")
             for path in described.parent.glob(f"{key}.*"):
                 with suppress(OSError):
                     path.unlink()

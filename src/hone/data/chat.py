@@ -174,7 +174,7 @@ class Tokenizer:
         """Raises UnknownCharacter for an unpaired surrogate, or a character that a character-level tokenizer lacks.
 
         Args:
-            rendered: special tokens in the text were written by a template, and are no characters.
+            rendered: special tokens in the text were written by a template, and are not characters.
         """
         check_characters(text, self._alphabet, special=self.hf.all_special_tokens if rendered else ())
 

@@ -206,7 +206,7 @@ class LazyRows(Sequence[Item], Generic[Item]):
                 raise changed(row, f"{item.field}: {item}")
             facts = self._reading.facts(item, row)
             if facts.id != self._id[place] or facts.tokens != self.tokens[place]:
-                raise changed(row, "becomes something else now")
+                raise changed(row, "is read differently than before")
             items.append(self._reading.finished(item, row, place, int(self._repeat[place])))
         return items
 
@@ -266,12 +266,12 @@ def load_lazily(
 
 
 def spread(count: int, most: int) -> range | list[int]:
-    """At most so many of range(count), at even distances."""
+    """At most `most` of range(count), at even distances."""
     return range(count) if count <= most else [number * count // most for number in range(most)]
 
 
 def _sample_of(rows: SourceRows, sample: SampleSize) -> Sequence[int]:
-    """The numbers of so many rows or a few more: some of each source, at even distances."""
+    """The numbers of `sample.rows` rows or a few more: some of each source, at even distances."""
     if len(rows) <= sample.rows:
         return range(len(rows))
     numbers: list[int] = []

@@ -23,7 +23,7 @@ Rows = NDArray[np.int64]
 WEIGHT_UNITS = 1 << 30
 """The sum of the weights as integers: products with a position fit into 64 bits."""
 REVISIT = 4
-"""A row whose pass rate is out of bounds is in one of so many rounds."""
+"""A row whose pass rate is out of bounds is in one of this number of rounds."""
 UNKNOWN, WITHIN, OUTSIDE = 0, 1, 2
 """What is known of a row's pass rate."""
 

@@ -152,7 +152,7 @@ def _turn_rewards(samples: Sequence[Sample], lengths: Ints) -> torch.Tensor:
 
 
 def unrecorded(num_tokens: int, like: Experts) -> Experts:
-    """Routing of so many tokens that no engine has computed."""
+    """Routing of `num_tokens` tokens that no engine has computed."""
     return np.full((num_tokens, *like.shape[1:]), UNRECORDED, like.dtype)
 
 

@@ -165,7 +165,7 @@ class TileProcessor(PictureProcessor):
         if not tile or tile != size.get("width") or tokens_per_side**2 != tokens or tile % tokens_per_side:
             raise DataError(
                 f"preprocessor_config.json: tiles of {size} with image_seq_length = {tokens} of processor_config.json "
-                "are no squares of square tokens. Fetch both files again."
+                "cannot be divided into a square grid of tokens. Fetch both files again."
             )
         room = most_pixels // tile**2  # a grid of more than one tile has the whole picture behind it
         most = min(keys.get("max_patches", 12), max(room - 1, 1))

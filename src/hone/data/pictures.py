@@ -118,7 +118,7 @@ def decoded(content: bytes) -> Any:
         with Image.open(BytesIO(content)) as image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BrokenPicture(f"is no picture that can be decoded: {error}") from error
+        raise BrokenPicture(f"is not a picture that can be decoded: {error}") from error
 
 
 def source_of_picture(value: Any, root: Path) -> bytes | Path:

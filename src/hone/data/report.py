@@ -62,7 +62,7 @@ class Tally:
         return num_tokens <= self.max_tokens
 
     def reject(self, what: str) -> None:
-        """Count a malformed row. Raises DataError when the run file does not allow so many."""
+        """Count a malformed row. Raises DataError beyond the number that the run file allows."""
         self.bad.append(what)
         if not self.data.max_bad_rows:
             raise DataError(f"{what}. Fix the row, or let data.max_bad_rows of them be skipped.")

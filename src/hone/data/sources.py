@@ -1,6 +1,6 @@
 """Data sources: what JSON, CSV and Parquet files and Hugging Face datasets hold, uninterpreted, from first to last.
 
-Rows know their file and line, for errors. A line that is no JSON object becomes a `BadRow`, which the caller handles
+Rows know their file and line, for errors. A line that is not a JSON object becomes a `BadRow`, which the caller handles
 (`data.max_bad_rows`). A file that cannot be read further is a DataError. Rows by number are `rows.py`'s.
 """
 
@@ -61,7 +61,7 @@ class TextRow(NamedTuple):
     text: bytes
     """JSON as it stands there; of a CSV file, an object made of it."""
     problem: str = ""
-    """Why it is no row; empty for most."""
+    """Why it is not a row; empty for most."""
 
 
 class DataFile(NamedTuple):
@@ -89,7 +89,7 @@ class DataSource(NamedTuple):
     split: str
     """Of Hugging Face datasets that name none."""
     rows: str | None
-    """Of all sources together: `start:stop` as in Python, either end optional; blank lines are no rows."""
+    """Of all sources together: `start:stop` as in Python, either end optional; blank lines are not rows."""
 
     def __str__(self) -> str:
         return ", ".join(source.path for source in self.sources)

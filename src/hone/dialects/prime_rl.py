@@ -21,7 +21,7 @@ _TASK = (
 def _batch(job: ForeignJob, value: Any) -> KeyVerdict:
     group, samples = whole(job.get("orchestrator.group_size", 1)), whole(value)
     if samples % group:
-        return refused(f"{samples} samples are no multiple of group_size = {group}")
+        return refused(f"{samples} samples are not a multiple of group_size = {group}")
     return put({"train.prompts_per_step": samples // group}, "samples / group_size")
 
 

@@ -1,6 +1,6 @@
 """Healthy ranges of metrics: the bounds of the rules, as pages draw them behind the curves.
 
-A rule may also look at other metrics and at several steps, so leaving a range is no alarm yet.
+A rule may also look at other metrics and at several steps, so leaving a range is not an alarm yet.
 """
 
 from __future__ import annotations

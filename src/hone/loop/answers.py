@@ -32,7 +32,7 @@ class Answers:
         vocab_size: of the tokenizer.
         text: writes an answer as the response that the rewards expect; None where the answer alone does not decide
             its reward.
-        limit_tokens: longer answers are no responses of the run; only their length counts.
+        limit_tokens: longer answers are not responses of the run; only their length counts.
     """
 
     encode: Callable[[Sequence[Prompt]], Sequence[Sequence[int]]]

@@ -31,7 +31,7 @@ from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Prompt
 
 MEASURED_FIRST, MEASURED_EVERY, MEASURED_SHARE = 10, 10, 16
-"""Updates whose `Movement` is measured, and the share of their prompts, 1 in so many."""
+"""Updates whose `Movement` is measured, and the share of their prompts, as 1 in N."""
 
 GROUPS_AT_ONCE = 32
 """Groups that start or are freed in one pass of the event loop, which nothing else can use meanwhile."""

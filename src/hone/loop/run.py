@@ -44,14 +44,14 @@ PIECE = 1 << 18
 
 
 class Offloadable(Protocol):
-    """Who can leave the memory of its devices to others: an engine, a judge, a reward model."""
+    """A component that can release and reclaim its device memory: an engine, a judge, a reward model."""
 
     async def sleep(self) -> None:
-        """Give it back; nothing may be in flight."""
+        """Release it; nothing may be in flight."""
         ...
 
     async def wake(self) -> None:
-        """Take it again, and be ready."""
+        """Reclaim it, and be ready."""
         ...
 
 
@@ -113,7 +113,7 @@ class Stage(Generic[AnyTrainer]):
             await writing
 
     async def settle(self) -> None:
-        """Before what writes is ended, whyever: let it finish, and report if it failed."""
+        """Before the writer is shut down, for any reason: wait for it, and report if it failed."""
         try:
             await self.saved()
         except HoneError as error:
@@ -136,7 +136,7 @@ class PolicyRun(Stage[Trainer]):
     gate_passed: bool
     """Whether the first-step gate has compared sampler and trainer in this process, or is disabled."""
     colocated: tuple[Offloadable, ...] = ()
-    """Who sleeps while the trainer works, because they have the same devices, each with memory of its own there."""
+    """Colocated engines, judges and reward models, offloaded while the trainer runs."""
     replicas: Callable[[], Mapping[str, Engine]] | None = None
     """The engines behind `engine` by name, each of which is sent weights; None where that is one in this process."""
     answers: Answers | None = None

@@ -50,7 +50,7 @@ class Utilisation:
         return cls(architecture, len(topology.trainer.devices) * gpu.flops(bytes_each))
 
     def reached(self, batch: Batch, trained_tokens: float, seconds: float) -> float:
-        """Share of the peak, for an update that took so many seconds.
+        """Share of the peak, for an update that took `seconds` seconds.
 
         Args:
             trained_tokens: with a loss, in all passes over the batch: samples without advantage cost none.

@@ -84,7 +84,7 @@ def residuals(device: str, ledger: Ledger) -> dict[str, Residual]:
 
 
 def calibrated(ledger: Ledger, known: Mapping[str, Residual]) -> Ledger:
-    """A ledger with what earlier runs took beyond their plans; what they took less is no promise, and changes nothing.
+    """A ledger with what earlier runs took beyond their plans; runs that took less change nothing.
 
     Most runs take less than planned, for few responses reach the limit that a plan is made for.
     """

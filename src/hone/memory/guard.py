@@ -31,7 +31,7 @@ class Guard(Protocol):
         Args:
             name: one of `ledger.PHASES`.
             moment: returns, after a failure, at which of the ledger's moments it was; "": not known.
-            final: what happened inside must not happen twice; a budget that it went beyond is no failure then.
+            final: what happened inside must not happen twice; a budget that it went beyond is not a failure then.
             measured: False where `open` and `close` measure, because this happens too often.
         """
         ...

@@ -242,7 +242,7 @@ class Ladder:
         done = [f"{key} {shown(old)} -> {shown(self.settings[key])}" for key, old in first.items()]
         lines += [f"Changed already: {', '.join(sorted(done))}."] if done else []
         lines.append(
-            "What is left to you: run.precision=bfloat16, lora.rank, shorter prompts or responses, a smaller model, "
+            "What remains to try: run.precision=bfloat16, lora.rank, shorter prompts or responses, a smaller model, "
             "or a device with more memory (plan.memory_budget_gib where it is set)."
         )
         return "\n".join(lines)

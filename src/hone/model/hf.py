@@ -272,7 +272,7 @@ class TransformersModel(CausalModel):
         if bias or differs:
             what = "a bias of the output layer" if bias else "a change of its logits"
             raise DataError(
-                f"model: {self.hf_config.model_type} has {what}, which Hone cannot train yet. Take another."
+                f"model: {self.hf_config.model_type} has {what}, which Hone cannot train yet. Choose another model."
             )
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 OPTIONS: dict[str, Any] = {"deterministic": True}
 """Of torch.compile: no choice among kernels by timing them, which could round otherwise after a resumption."""
 USUAL_ROWS = 4096
-"""What is compiled is made for so many rows, whatever came first: how a sum is split would depend on that otherwise,
+"""Kernels are compiled for this number of rows, whatever came first: how a sum is split would depend on that otherwise,
 and a resumed run would round otherwise than one that was not interrupted. Kernels for a CPU sum more rows than these in
 another way, so there are two of each: this number is the bound in torch's `CppKernel.need_use_acc_helper`."""
 MOST_VARIANTS = 64
@@ -73,7 +73,7 @@ def uses_fused_kernels(device: torch.device) -> bool:
             _switch.device_type = None
             said = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2]).rstrip(".")
             warnings.warn(
-                f"run.fused_kernels is off in this process, because torch.compile fails here: {said}. "
+                f"run.fused_kernels is off in this process, because torch.compile fails on this machine: {said}. "
                 "Results are the same up to rounding, and steps are slower. GPUs need Triton and a C compiler, CPUs a "
                 "C++ compiler; run.fused_kernels=false turns it off without this warning.",
                 RuntimeWarning,

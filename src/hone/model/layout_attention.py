@@ -145,7 +145,7 @@ def _mask_around(base: str) -> Callable[..., Any]:
 def _attention_around(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    over: Any = torch.compiler.disable(_attend)  # index plans and exchanges are no part of a compiled layer
+    over: Any = torch.compiler.disable(_attend)  # index plans and exchanges are not part of a compiled layer
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **named: Any

@@ -102,7 +102,7 @@ class PeftAdapter(Adapter):
         except ImportError as error:
             raise DataError(NO_PEFT) from error
         wanted = wanted_layers(settings, linear_layers(model.hf))
-        # In a shell: where peft sees a config it takes names of layers for names of fused experts, which are no layers.
+        # In a shell: where peft sees a config it takes names of layers for names of fused experts.
         shell = nn.ModuleDict({"hf": model.hf})
         named = [f"hf.{name}" for name, _ in _linear_modules(model.hf) if name.rpartition(".")[2] in wanted]
         base = _fingerprint(model)
@@ -203,7 +203,7 @@ def add_adapter(
     elif isinstance(model, TransformersModel):
         adapter = PeftAdapter(model, settings)
     else:
-        raise TypeError(f"no way to put an adapter into a {type(model).__name__}")
+        raise TypeError(f"an adapter cannot be added to a {type(model).__name__}")
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

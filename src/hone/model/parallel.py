@@ -57,7 +57,7 @@ def divide_layers(model: CausalModel, mesh: DeviceMesh) -> None:
     elif isinstance(model, TransformersModel):
         divide_class(model.hf, mesh)
     else:
-        raise TypeError(f"no way to divide a {type(model).__name__}")
+        raise TypeError(f"no tensor-parallel plan for a {type(model).__name__}")
 
 
 def divide_tokens(
@@ -91,7 +91,7 @@ def divide_tokens(
 def refuse_indivisible(
     config: PreTrainedConfig, *, tensor_parallel: int = 1, sequence_parallel: int = 1, has_ring: bool = False
 ) -> None:
-    """Raises DataError where heads or widths cannot be divided over so many ranks.
+    """Raises DataError where heads or widths cannot be divided over these numbers of ranks.
 
     Args:
         has_ring: whether sequences may be divided further than heads.

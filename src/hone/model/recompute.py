@@ -1,8 +1,8 @@
 """Activation checkpointing: which activations are recomputed. Changes memory, not results.
 
 none: autograd stores what it needs. selective: each layer's input, matrix products and attention outputs are stored;
-norms, rotations and the like are recomputed. full: only each layer's input is stored. A number: so in the first layers,
-so many, and `none` in the others.
+norms, rotations and the like are recomputed. full: only each layer's input is stored. A number N: `full` in the first N
+layers, and `none` in the others.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class RingPlan:
         return calls + self._calls(self.rank)
 
     def before(self, distance: int) -> list[RingCall]:
-        """This rank's chunk with that of the rank so many places before it."""
+        """This rank's chunk with that of the rank `distance` places before it."""
         return self._calls((self.rank - distance) % self.ranks)
 
     def _calls(self, other: int) -> list[RingCall]:

@@ -150,7 +150,7 @@ class _Choices(TorchFunctionMode):
 
 
 def record_dtype(most_experts: int) -> type[np.int8] | type[np.int16]:
-    """Smallest type of a record, for layers of at most so many experts: every expert and `UNRECORDED` fit in."""
+    """Smallest type of a record, for layers of at most `most_experts` experts: every expert and `UNRECORDED` fit in."""
     return np.int8 if most_experts <= ONE_BYTE_EXPERTS else np.int16
 
 

@@ -268,4 +268,4 @@ def _decoded(line: bytes) -> dict[str, Any]:
             event["prompts"] = [prompt for first, last in runs for prompt in range(first, last + 1)]
         return event
     except ValueError as error:
-        return {"at": 0.0, "kind": "gap", "what": "events", "why": f"a line is no JSON: {error}"}
+        return {"at": 0.0, "kind": "gap", "what": "events", "why": f"a line is not JSON: {error}"}

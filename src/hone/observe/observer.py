@@ -189,7 +189,7 @@ class Observer:
         for name, value in line.items():
             if not math.isfinite(value) and name not in self._not_finite:
                 self._not_finite.add(name)
-                self.warn(f"{name} is {value} at {stage} step {step} (said once)")
+                self.warn(f"{name} is {value} at {stage} step {step} (reported once)")
         for view in self._views:
             view.update(stage, step, line)
         for callback in self._callbacks:

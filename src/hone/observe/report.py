@@ -44,7 +44,7 @@ STEPS_SHOWN = 5
 MAX_TOKENS = 150_000
 """Tokens with logprobs in the page; samples beyond it show their text only."""
 MAX_PICTURES = 60
-"""In the page: of the best and the worst sample of groups, evenly over the groups shown; and so many of prompts."""
+"""In the page: of the best and the worst sample of groups, evenly over the groups shown; as many of prompts."""
 MAX_MARKS = 200
 """Events beside the curves; of more these are evenly spaced."""
 MAX_MARK_TEXT = 300
@@ -193,7 +193,7 @@ def choose_samples(run_folder: Path) -> list[RecordedSample]:
 
 
 def step_samples(run_folder: Path, stage: str, step: int, most: int = MAX_SAMPLES) -> list[RecordedSample]:
-    """Whole groups of a step, at most so many samples; those with signal come first."""
+    """Whole groups of a step, at most `most` samples; those with signal come first."""
 
     def chosen(groups: Sequence[Rewards]) -> list[int]:
         telling = [place for place, rewards in enumerate(groups) if has_signal(rewards)]

@@ -32,7 +32,7 @@ Row = tuple[str, str, float | None, float | None, str, str]
 
 
 def table_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float]], most: int) -> list[Row]:
-    """Rows in the order of `COLUMNS`, of at most so many samples, evenly over all of them.
+    """Rows in the order of `COLUMNS`, of at most `most` samples, evenly over all of them.
 
     Args:
         advantages: one per sample of each group.
@@ -123,7 +123,7 @@ def some_metric_lines(path: Path, most: int | None) -> tuple[list[dict[str, Any]
     """Lines of metrics.jsonl, and whether they are all.
 
     Args:
-        most: of a file with more lines than this, so many are read, evenly spaced, besides the first ones of each
+        most: of a file with more lines than this, this number is read, evenly spaced, besides the first ones of each
             stage, which baselines are made of, and each that has an evaluation. None: all.
     """
     with mapped(path) as text:

@@ -125,7 +125,7 @@ def _saved(work: Pass, kind: LayerKind, mode: Checkpointing) -> float:
 
 
 def recomputed_layers(checkpointing: Checkpointing, layers: int) -> int:
-    """How many of so many layers make activations again."""
+    """How many of `layers` layers recompute activations."""
     if isinstance(checkpointing, int):
         return min(checkpointing, layers)
     return 0 if checkpointing == "none" else layers
@@ -172,7 +172,7 @@ def _attention_numbers(arch: Architecture) -> float:
 
 def _own(work: Pass) -> float:
     """Hone's decoder: two norms (normed and scaled), qkv, rotated q and k, attention's output, gate, up, product. Where
-    sequences are exchanged for heads, v is no part of qkv any more, and the output is there in both divisions."""
+    sequences are exchanged for heads, v is not part of qkv any more, and the output is there in both divisions."""
     arch, p, tp = work.architecture, work.bytes_each, work.tensor_parallel
     q, kv = arch.q_size / tp, arch.kv_size / tp
     attention = (4 if work.exchanges else 3) * (q + kv)
@@ -338,7 +338,7 @@ def logits_backward_bytes(work: Pass) -> int:
 
 
 def _of_chunk(work: Pass, bytes_each: int) -> int:
-    """Of one chunk of logits, so many for each."""
+    """Bytes of one chunk of logits, at `bytes_each` bytes a logit."""
     return round(bytes_each * work.chunk * work.architecture.vocab / work.tensor_parallel) if work.has_logits else 0
 
 

@@ -194,7 +194,7 @@ class Architecture:
 
 
 def padding_parameters(arch: Architecture, ranks: int) -> int:
-    """Parameters of one layer's experts that are not there, with which FSDP2 fills up what each of so many ranks has;
+    """Padding that FSDP2 adds to one layer's experts so that each of `ranks` ranks has the same number of parameters;
     see `sizes.divided_dimension`."""
     if arch.experts is None:
         return 0

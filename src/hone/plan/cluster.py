@@ -377,7 +377,7 @@ def host_moments(pools: list[PoolPlan], *, per_node: int, driver: Sequence[Term]
 
 
 def _machine(pools: list[tuple[PoolPlan, int]], driver: Sequence[Term]) -> Iterator[Moment]:
-    """What a machine's memory holds, that has so many devices of each pool."""
+    """Memory of a machine, given the number of its devices in each pool."""
     count = sum(devices for _, devices in pools)
     processes = term("processes", count * PROCESS_BYTES, f"{count} x 3 GiB (estimate)")
     held: list[Term] = [*driver]

@@ -24,7 +24,7 @@ class _Keys:
             close = nearest(str(self.model_type), list(FAMILIES))
             hint = f" Did you mean {close}?" if close else ""
             raise DataError(
-                f"{source}: model_type {self.model_type!r} is none that hone plan can count.{hint} It knows: "
+                f"{source}: model_type {self.model_type!r} is not supported by hone plan.{hint} It knows: "
                 f"{', '.join(FAMILIES)}."
             )
 

@@ -159,7 +159,7 @@ def this_machine() -> Hardware:
     kind = machine_kind()
     if kind is not NVIDIA and (found := visible_devices()):
         raise DataError(
-            f"--hardware this: {len(found)} accelerators of {kind.vendor}; which they are is not looked up. Name them, "
+            f"--hardware this: {len(found)} accelerators of {kind.vendor}; their model is not detected. Name them, "
             f"such as {len(found)}x{'MI300X-192G' if kind is AMD else 'Ascend910B-64G'}."
         )
     gpus = _nvidia_gpus()

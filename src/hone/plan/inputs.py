@@ -159,7 +159,7 @@ def microbatch(inputs: Inputs, *, ranks: int = 1) -> Pass:
 
 
 def room_of(inputs: Inputs, replicas: int = 1) -> CacheRoom:
-    """Of the cache of Hone's own engine, one of so many that share what is sampled."""
+    """Of the cache of Hone's own engine, where `replicas` engines share what is sampled."""
     return cache_room(
         inputs.config,
         share_of(inputs.workload, replicas),

@@ -21,7 +21,7 @@ LEAST_COLUMNS = 16
 
 @lru_cache(maxsize=1024)  # asked for each sample that is admitted
 def columns_for(tokens: int) -> int:
-    """Columns for responses of so many tokens: a few more, so that the layout need not change at every token, and so
+    """Columns for responses of `tokens` tokens: a few more, so that the layout need not change at every token, and so
     that the matrix products of attention come in few shapes (on CPUs each new one is compiled)."""
     step = max(LEAST_COLUMNS, 1 << max(tokens.bit_length() - 3, 0))
     return -(-tokens // step) * step
@@ -45,7 +45,7 @@ class CacheRoom:
     """A prompt is stored once for all its samples; Transformers' own classes store it for each."""
 
     def responses(self, rows: int) -> int:
-        """Tokens that responses need, with so many rows at most, all at their longest."""
+        """Tokens that responses need, with at most `rows` rows, all at their longest."""
         rows = min(rows, self.samples)
         if not self.shares_prompts:
             return rows * (self.prompt_tokens + self.response_tokens)

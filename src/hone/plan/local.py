@@ -167,7 +167,7 @@ def _with_heaps(moments: list[Moment], settings: LocalSettings, workload: Worklo
 
 
 def _kept(settings: LocalSettings, freed: int, tokens: int) -> int:
-    """Of what a pass over so many tokens has freed, what its thread's heap keeps."""
+    """Of what a pass over `tokens` tokens has freed, what its thread's heap keeps."""
     largest = settings.work.bytes_each * tokens * settings.architecture.active_inner
     return freed if largest <= LARGEST_KEPT_BLOCK else 0
 

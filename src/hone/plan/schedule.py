@@ -94,7 +94,7 @@ def _of_engine(engine: EnginePlan | Embedded | EmbeddedJudge | Reader, devices: 
 
 
 def _scoring_s(inputs: Inputs, pools: Sequence[PoolPlan], samples: int) -> float | None:
-    """Seconds in which judges and reward models score so many samples, all at the same time; None: there are none."""
+    """Seconds in which judges and reward models score `samples` samples, all at the same time; None: there are none."""
     return max((_scorer_s(inputs, pool.judge, pool.devices, samples) for pool in pools if pool.judge), default=None)
 
 

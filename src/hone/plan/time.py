@@ -77,7 +77,7 @@ class StepTime:
     """Operations per second of all devices."""
     efficiency: Efficiency
     concurrent: float
-    """Sequences that one replica really has in work, given its cache."""
+    """Sequences that one replica really has in flight, given its cache."""
     group_score_s: float | None = None
     """Seconds in which idle judges and reward models score one group; None: there are none on devices."""
 
@@ -121,7 +121,7 @@ def forward_flops(arch: Architecture, tokens: float, mean_context: float, *, log
 
 
 def weights_read_bytes(arch: Architecture, tokens: float, bytes_each: int) -> float:
-    """Bytes of weights that a forward pass of so many tokens reads: of the experts, those that any token is sent to."""
+    """Bytes of weights that a forward pass of `tokens` tokens reads: of experts, those that get a token."""
     counts = arch.parameters
     dense = counts.total - counts.experts - (0 if arch.tied else counts.embedding)
     if arch.experts is None:
@@ -131,9 +131,9 @@ def weights_read_bytes(arch: Architecture, tokens: float, bytes_each: int) -> fl
 
 
 def concurrent_sequences(sampler: Sampler, lengths: Lengths, group: int) -> float:
-    """Sequences that a replica has in work: bounded by its setting, and by the cache at their mean length.
+    """Sequences that a replica has in flight: bounded by its setting, and by the cache at their mean length.
 
-    A prompt is in the cache once for its group, and a sequence in work is on average half of what it will be.
+    A prompt is in the cache once for its group, and a sequence in flight is on average half of what it will be.
     """
     tokens_each = lengths.mean_prompt / group + lengths.mean_response / 2
     return max(1.0, min(float(sampler.concurrent), sampler.cache_tokens / max(tokens_each, 1.0)))

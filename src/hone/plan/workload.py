@@ -159,5 +159,5 @@ def workload_of(
 
 
 def share_of(workload: Workload, replicas: int) -> Workload:
-    """What one of so many engines samples."""
+    """What one of `replicas` engines samples."""
     return replace(workload, prompts=-(-workload.prompts // replicas))

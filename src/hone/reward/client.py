@@ -79,7 +79,7 @@ class ServiceSettings(Section):
     max_in_flight: int = key(64, unit="requests per URL", ge=1)
     """Requests at one time; others wait for their turn."""
     allow_other_fingerprint: bool = key(False)
-    """Go on when the service scores by other rules than the run began with."""
+    """Continue if the service has a different fingerprint than at the start of the run: other rules or models."""
 
 
 class ServiceReward:
@@ -197,7 +197,7 @@ class ServiceReward:
             self.fingerprint = fingerprint
         if fingerprint != self.fingerprint:
             raise RewardError(
-                f"the service scores by other rules than the run began with: fingerprint {fingerprint}, not "
+                f"the service has a different fingerprint than at the start: {fingerprint}, not "
                 f"{self.fingerprint}. Start it with its former settings and models, or allow the change with "
                 "args.allow_other_fingerprint: true."
             )

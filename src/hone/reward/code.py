@@ -269,7 +269,7 @@ def last_program(text: str) -> str:
     """
     _, ended, answer = text.rpartition("</think>")
     if not ended and "<think>" in text:
-        raise NoProgram("its reasoning has no end")
+        raise NoProgram("its reasoning is not closed")
     found: str | None = None
     fence, info, lines = "", "", []
     indented = margin = 0

@@ -10,7 +10,7 @@ The form of a function is recognised by the names of its parameters:
 | verl | `solution_str` | for each sample `data_source`, `solution_str`, `ground_truth`, `extra_info`, `args` |
 
 `adapted` makes any of them one of our own form. Of what there is, a function is given what it takes; it may be async.
-Numbers become plain floats whatever carried them, and what is no number is left for `signature.check_scores` to refuse.
+Numbers of any type become plain floats; `signature.check_scores` refuses what is not a number.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Endpoints:
         Args:
             deadline_s: for all tries and the waits between them. Waiting for the requests in front of this one does
                 not count while an endpoint is in service.
-            check: gets the decoded JSON; raises ValueError when that is no valid answer, which is tried again.
+            check: gets the decoded JSON; raises ValueError when that is not a valid answer, which is tried again.
             try_s: for one try; None: half of the deadline, so that one hang is survived.
         Raises:
             Unavailable: no valid answer before the deadline.
@@ -432,7 +432,7 @@ def token_from(variable: str | None, key: str) -> str | None:
 def _base_url(url: str) -> str:
     parsed = httpx.URL(url)
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"{url!r} is no http URL; write it like http://127.0.0.1:8899")
+        raise ValueError(f"{url!r} is not an HTTP URL; write it like http://127.0.0.1:8899")
     if parsed.userinfo or parsed.query or parsed.fragment:
         raise ValueError(f"{parsed.host}: a base URL has no password, query or fragment; a token goes with the request")
     return url.rstrip("/")

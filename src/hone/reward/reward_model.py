@@ -299,7 +299,7 @@ class TransformersClassifier:
 
 
 def _microbatches(sequences: Sequences, batch_tokens: int) -> Iterator[NDArray[np.int64]]:
-    """Runs of consecutive sequences of at most so many tokens; what they share counts once in each."""
+    """Runs of consecutive sequences of at most `batch_tokens` tokens; what they share counts once in each."""
     shared = len(sequences.prompts[0]) if len(sequences.prompts) == 1 else 0
     first, tokens = 0, shared
     for number, length in enumerate(sequences.length_S.tolist()):
@@ -313,7 +313,7 @@ def _microbatches(sequences: Sequences, batch_tokens: int) -> Iterator[NDArray[n
 
 
 def _without_padding(ids: Sequence[int], pad_id: int | None) -> Sequence[int]:
-    """Up to the last token that is no padding, where Transformers' classes take the score too."""
+    """Up to the last token that is not padding, where Transformers' classes take the score too."""
     end = len(ids)
     while end > 1 and ids[end - 1] == pad_id:
         end -= 1
@@ -330,5 +330,8 @@ def _mean_and_std(config: PreTrainedConfig) -> tuple[float, float]:
             "end of their stage have them; for another one, add what you measured, or set normalize: false."
         )
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        raise DataError(f"normalize: true, but config.json says {MEAN} = {mean} and {STD} = {std}; no scale is in that")
+        raise DataError(
+            f"normalize: true, but config.json has {MEAN} = {mean} and {STD} = {std}; both must be finite, and the "
+            "standard deviation positive"
+        )
     return float(mean), float(std)

@@ -70,7 +70,7 @@ def picture_of(url: str) -> Picture:
     try:
         Image.open(BytesIO(source)).close()  # the header alone: a reward that looks at it decodes it
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BrokenPicture(f"is no picture that can be decoded: {error}") from error
+        raise BrokenPicture(f"is not a picture that can be decoded: {error}") from error
     content_hash = hashlib.blake2b(source).digest()
     read = partial(read_pixels, source, partial(_as_it_is), content_hash, resample="bicubic")
     return Picture(content_hash[:16].hex(), 0, 0, 0, (0.0,) * 3, (1.0,) * 3, read)

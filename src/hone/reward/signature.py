@@ -38,7 +38,7 @@ class Range:
     maximum: float | None = None
 
     def problem(self, value: float) -> str | None:
-        """Why `value` is no score, or None."""
+        """Why `value` is not a score, or None."""
         if not math.isfinite(value):
             return f"gave {value}, not a finite number"
         if self.minimum is not None and value < self.minimum:

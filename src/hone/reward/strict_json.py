@@ -66,7 +66,7 @@ def plain(value: Any, path: str = "value") -> Any:
         return {str(name): plain(child, f"{path}.{name}") for name, child in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, bytes):
         return [plain(child, f"{path}[{number}]") for number, child in enumerate(value)]
-    raise ValueError(f"{path} is {type(value).__name__}, which JSON cannot say; turn it into text or numbers")
+    raise ValueError(f"{path} is {type(value).__name__}, which JSON cannot represent; turn it into text or numbers")
 
 
 def refuse_constant(name: str) -> NoReturn:

@@ -139,11 +139,11 @@ class RewardRequest(Wire):
         seen: set[str] = set()
         for item in self.items:
             if item.id in seen:
-                raise ValueError(f"id {item.id!r} is there more than once")
+                raise ValueError(f"id {item.id!r} is duplicated")
             seen.add(item.id)
             unknown = [name for name in item.pictures if name not in self.pictures]
             if unknown:
-                raise ValueError(f"item {item.id!r} has picture {unknown[0]!r}, which `pictures` has not")
+                raise ValueError(f"item {item.id!r} has picture {unknown[0]!r}, which is not in `pictures`")
         return self
 
 
@@ -217,7 +217,7 @@ class ItemResult(Wire):
 
 
 class ServerInfo(Wire):
-    """Who answered."""
+    """The responding server."""
 
     name: str
     version: str

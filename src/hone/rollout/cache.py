@@ -33,7 +33,7 @@ class KeyValueStore:
         self.free(0)
 
     def free(self, room_tokens: int) -> None:
-        """Give all memory back; room for so many tokens will be taken when it is needed."""
+        """Release all memory; room for `room_tokens` tokens is allocated when it is needed."""
         self.room_tokens, self._memory = room_tokens, None
         for region in (self.prompts, self.responses):
             region.forget()
@@ -90,7 +90,7 @@ class Region:
         return self.data.data_ptr(), self.columns
 
     def lay_out(self, slots: int, columns: int, *, live: int) -> None:
-        """Have so many slots and columns; keeps what fits of the `live` first slots. Copies a layer at a time."""
+        """Resize to `slots` x `columns`; keeps what fits of the `live` first slots. Copies a layer at a time."""
         if (slots, columns) == (self.slots, self.columns):
             return
         assert slots * columns + self._other.tokens <= self._store.room_tokens, "more tokens than there is room for"

@@ -131,7 +131,7 @@ class DecoderStepper:
         return int(self._length_C[self._branch_B].max(initial=0))
 
     def _reserve_prompts(self, slots: int, width: int, *, live: int) -> None:
-        """Have so many slots or more, of just that width; for graphs rounded up, where there is room."""
+        """Have at least `slots` slots, of exactly that width; for graphs rounded up, where there is room."""
         prompts, responses = self._store.prompts, self._store.responses
         if self._graphs is not None:
             rounded = round_size(slots), round_size(width)
@@ -148,7 +148,7 @@ class DecoderStepper:
         prompts.lay_out(slots, width, live=live)
 
     def _reserve_responses(self, slots: int, columns: int, *, live: int) -> None:
-        """Have so many slots or more, of just so many columns; of what is left, slots for all rows."""
+        """Have at least `slots` slots, of exactly `columns` columns; of what is left, slots for all rows."""
         prompts, responses = self._store.prompts, self._store.responses
         if slots <= responses.slots and columns == responses.columns:
             return

@@ -60,7 +60,7 @@ class Environment(Protocol):
 
 
 class BadEnvironment(Exception):
-    """What an environment returned is no answer; says why."""
+    """What an environment returned is not an answer; says why."""
 
 
 def check_observation(returned: Any) -> Observation:
@@ -78,7 +78,7 @@ def check_observation(returned: Any) -> Observation:
         metrics = {str(name): float(value) for name, value in returned.metrics.items()}
         reward = float(returned.reward)
     except (AttributeError, TypeError, ValueError) as error:
-        raise BadEnvironment(f"gave a reward or metrics that are no numbers: {error}") from error
+        raise BadEnvironment(f"gave a reward or metrics that are not numbers: {error}") from error
     for name, value in {"reward": reward, **metrics}.items():
         if not math.isfinite(value) or not name.isidentifier():
             raise BadEnvironment(f"gave {name!r} = {value}; names must be identifiers and values finite")

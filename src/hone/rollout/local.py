@@ -44,7 +44,7 @@ class LocalEngine:
         decode: token ids to text without special tokens.
         eos_ids: tokens that end every response.
         max_concurrent: rows decoded together, at most.
-        room: of the cache; None: for so many rows of the model's positions, within a share of the device's memory.
+        room: of the cache; None: for `max_concurrent` rows of all positions, within a share of the device's memory.
         prefill_tokens: prompt tokens computed together, one prompt at least; both are memory, never the result.
         timeout_s: an engine that makes no step for so long is given up (EngineError).
         executor: one thread to compute on, shared with the trainer in a synchronous run; None: a thread of its own.

@@ -178,7 +178,7 @@ class Rows:
             )
 
     def make_room(self, max_rows: int) -> None:
-        """Have room for so many rows at least."""
+        """Have room for at least `max_rows` rows."""
         more = max_rows - len(self.length)
         if more <= 0:
             return

@@ -255,7 +255,7 @@ class Scheduler:
                 self._complete.append(job)
 
     def _routing(self, row: int, job: RowJob, length: int) -> tuple[Experts | None, Experts | None]:
-        """See `Sample`; of a row that has sampled so many tokens, the last one just now."""
+        """See `Sample`; of a row that has sampled `length` tokens, the last one just now."""
         found = self._stepper.routing(row)
         if found is None:
             return None, None

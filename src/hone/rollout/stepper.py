@@ -82,7 +82,7 @@ class Stepper(Protocol):
         ...
 
     def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
-        """At most so many rows, and so many prompt tokens computed at one time, from now on."""
+        """Bound the rows, and the prompt tokens computed at one time, from now on."""
         ...
 
     def clear(self) -> None:

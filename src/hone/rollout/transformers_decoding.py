@@ -339,8 +339,8 @@ KINDS: dict[type, type[WithRoom]] = {
 
 
 def with_room(config: PreTrainedConfig, most_tokens: int) -> DynamicCache:
-    """An empty cache for rows of at most so many tokens, padding included. Layers without keys, and those that a model
-    brings itself, are as Transformers has them."""
+    """An empty cache for rows of at most `most_tokens` tokens, padding included. Layers without keys, and those that a
+    model brings itself, are as Transformers has them."""
     cache = DynamicCache(config=config)
     for number, layer in enumerate(cache.layers):
         if (kind := KINDS.get(type(layer))) is not None:

@@ -233,7 +233,7 @@ class VllmEngine:
         """See `Engine.wake`. Weights first, then new ones by `load`, then this for the cache."""
         if not self._has_weights:
             raise EngineError(
-                "the engine has no weights: it threw them away when it fell asleep (sleep_level 2), or new ones did "
+                "the engine has no weights: its weights were discarded on sleep (sleep_level 2), or new ones did "
                 "not arrive whole. Load new ones before waking it, or set sleep_level to 1."
             )
         await self._worker.run(self._wake, "wake")

@@ -141,12 +141,12 @@ class VllmAdapter:
 
 
 def _layers(tensors: Iterable[str]) -> list[str]:
-    """Names of the layers with an adapter. Raises EngineError for what is no adapter's tensor."""
+    """Names of the layers with an adapter. Raises EngineError for what is not an adapter's tensor."""
     found: dict[str, set[str]] = {}
     for name in tensors:
         layer, suffix = name[: -len(_SUFFIXES[0])], name[-len(_SUFFIXES[0]) :]
         if not name.startswith(_PREFIX) or suffix not in _SUFFIXES:
-            raise EngineError(f"weights: {name} is no tensor of an adapter, and lora.publish = adapter.")
+            raise EngineError(f"weights: {name} is not a tensor of an adapter, and lora.publish = adapter.")
         found.setdefault(layer.removeprefix(_PREFIX), set()).add(suffix)
     halves = [layer for layer, suffixes in found.items() if len(suffixes) < 2]
     if halves or not found:

@@ -176,7 +176,7 @@ class RunFolder:
             elif found and not resume:
                 raise RunFolderError(
                     f"{path} holds a run already. Options: --resume continues it, --fresh moves it to "
-                    f"{_free_name(path)} and starts anew, run.dir=... leaves it alone."
+                    f"{_free_name(path)} and starts a new run, run.dir=... leaves it alone."
                 )
             elif found:
                 _refuse_changed(path, folder.identity(), _plain(config), may_differ)
@@ -255,7 +255,7 @@ class RunFolder:
         return f"stopped with a checkpoint; `{command}` continues from it"
 
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
-        """The last whole lines of metrics.jsonl, so many at most."""
+        """The last whole lines of metrics.jsonl, at most `count`."""
         lines = deque(whole_lines(self.metrics, last_bytes=count * _LINE_BYTES), maxlen=count)
         return [json.loads(line) for line in lines]
 

@@ -51,7 +51,7 @@ NOTABLE = (
     "started", "saved", "requeued", "replica_down", "replica_restarting", "replica_up", "trainer_down", "trainer_up",
     "alarm", "alarm_ended", "stopped",
 )  # fmt: skip
-"""What people want to know of the last events; the others come by the hundred."""
+"""Events listed in the status; other events are too frequent to list."""
 
 
 @dataclass(slots=True)

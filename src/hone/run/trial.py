@@ -101,7 +101,7 @@ def _key(config: RunConfig, architecture: PreTrainedConfig) -> str:
 
 @cache
 def _code_hash() -> str:
-    """Of Hone's own files: a version between releases is no version."""
+    """Of Hone's own files: a version between releases is not a version."""
     files = sorted(Path(hone.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

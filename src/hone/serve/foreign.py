@@ -5,7 +5,7 @@ slime's. Each becomes items of our own and gets our own results; only the outsid
 always send, so fields that mean nothing here are ignored. What cannot be scored is an HTTP error: none of these shapes
 has a place for "no score", and a number in its place would be a lie.
 
-OpenRLHF and slime decode responses with their special tokens: those at the end are no part of the response. OpenRLHF
+OpenRLHF and slime decode responses with their special tokens: those at the end are not part of the response. OpenRLHF
 sends prompt and response as one text, decoded from tokens: the prompt in it may have lost its beginning, have a BOS in
 front, or other white space.
 """
@@ -106,7 +106,7 @@ class ComputeRequest(Foreign):
         return [single.item(0)]
 
     def wanted_weights(self) -> dict[str, float]:
-        """Raises HttpProblem for a weight that is no number."""
+        """Raises HttpProblem for a weight that is not a number."""
         weights = dict(self.weights or {})
         for name, value in (self.model_extra or {}).items():
             if name.endswith("_weight"):
@@ -267,7 +267,7 @@ def part_or(result: ItemResult, name: str, constant: float | None) -> float:
 
 
 def _object_of(ground_truth: Any) -> Any:
-    """A JSON object written as text, as an object; any other text is what it is: "007" is no number here."""
+    """A JSON object written as text, as an object; any other text is what it is: "007" is not a number here."""
     if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] == "{":
         try:
             return decode_json(ground_truth.encode())

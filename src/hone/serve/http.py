@@ -239,7 +239,7 @@ class RequestGuard:
         except asyncio.CancelledError:  # the server ends before the request could
             if not exchange.started:
                 problem = HttpProblem(
-                    503, "cancelled", "the server goes down", retryable=True, retry_after_s=5, close=True
+                    503, "cancelled", "the server is shutting down", retryable=True, retry_after_s=5, close=True
                 )
                 await problem.response(exchange.request_id)(scope, receive, exchange.send)
             raise
@@ -247,7 +247,7 @@ class RequestGuard:
             log.exception("request %s failed", exchange.request_id)
             if not exchange.started:
                 problem = HttpProblem(
-                    500, "internal-error", "the server made a mistake; its log says more", retryable=True
+                    500, "internal-error", "internal server error; see the server's log", retryable=True
                 )
                 await problem.response(exchange.request_id)(scope, receive, exchange.send)
         finally:
@@ -276,7 +276,9 @@ class RequestGuard:
         if scope["method"] != "POST" or path in _HEALTH:
             return
         if self._lifecycle.phase == "draining":
-            raise HttpProblem(503, "draining", "the server is going down", retryable=True, retry_after_s=5, close=True)
+            raise HttpProblem(
+                503, "draining", "the server is shutting down", retryable=True, retry_after_s=5, close=True
+            )
         if self._lifecycle.phase == "starting":
             raise HttpProblem(503, "starting", "the server is not ready yet", retryable=True, retry_after_s=2)
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()

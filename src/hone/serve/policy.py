@@ -269,7 +269,7 @@ class PolicyService:
     ) -> tuple[Sampling, int]:
         """How to draw what is asked for, and the seed. Raises OpenAIProblem for what cannot be drawn."""
         if asked.model not in (None, self.policy.name):
-            raise OpenAIProblem(404, "model-not-found", f"this server has {self.policy.name!r} alone", param="model")
+            raise OpenAIProblem(404, "model-not-found", f"this server only has {self.policy.name!r}", param="model")
         longest = max(len(prompt.token_ids) for prompt in prompts)
         room = self.policy.context_tokens - longest
         if (max_tokens or 1) > room:

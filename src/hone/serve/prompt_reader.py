@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class PromptReader:
-    """Makes prompts for one model of what requests hold. All methods raise OpenAIProblem for what is no prompt.
+    """Makes prompts for one model of what requests hold. All methods raise OpenAIProblem for what is not a prompt.
 
     Args:
         context_tokens: most tokens of a prompt and its sample together.
@@ -65,7 +65,7 @@ class PromptReader:
             raise OpenAIProblem(400, "context-length-exceeded", detail, param=param)
 
     async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """What `work` on so many characters returns. If they are many it runs in a thread, one request's at a time."""
+        """What `work` on `size` characters returns; above a bound it runs in a thread, one request at a time."""
         if size <= TOKENIZED_AT_ONCE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -95,7 +95,7 @@ def parse(model: type[ModelT], body: bytes, limits: Mapping[str, int]) -> ModelT
 
 
 def _read(model: type[ModelT], body: bytes) -> ModelT | None:
-    """None: it does not fit. Raises ValidationError for what is no JSON."""
+    """None: it does not fit. Raises ValidationError for what is not JSON."""
     try:
         return _reader(model).validate_json(body)
     except ValidationError:

@@ -329,9 +329,7 @@ class ScoringService:
             flags.append("model_fault")
         (value,) = weighted_sums({name: (score,) for name, score in scores.items()}, asked.weights, 1)
         if value is not None and not math.isfinite(value):
-            error = ItemError(
-                fault="infra", retryable=False, detail="the weighted sum is beyond what a number can hold"
-            )
+            error = ItemError(fault="infra", retryable=False, detail="the weighted sum is out of range")
             value = None
         return ItemResult(
             id=item.id,

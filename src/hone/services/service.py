@@ -158,7 +158,7 @@ class Service:
             said = f"HTTP {answer.status_code}: {answer.text[:200]}"
         except httpx.HTTPError as error:
             said = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise ServiceError(f"did not do POST {path} ({said}) and is ended")
+        raise ServiceError(f"POST {path} failed ({said}); the service is stopped")
 
     async def _not_ready(self, process: ServiceProcess) -> str | None:
         """Wait until it is ready. Returns why it is not: it ended, or the timeout passed."""

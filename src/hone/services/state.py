@@ -41,7 +41,7 @@ class ServiceState:
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """Who supervises which services."""
+    """The supervising process and its services."""
 
     pid: int
     started_at: float

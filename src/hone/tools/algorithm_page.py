@@ -30,7 +30,7 @@ An algorithm is a row of choices, `algorithm` in the run file, without code of i
 adds the tokens up, by counts over the whole optimizer step on all ranks, so that a gradient never depends on how the
 step is divided. Any combination is possible; `hone check` refuses contradictions and what a run cannot provide.
 
-    m           1 on tokens that the policy sampled; only those count as tokens: environment text is no time step
+    m           1 on tokens that the policy sampled; only those count as tokens: environment text is not a time step
     l           logprob of a token now; l_old before the update, l_s when it was sampled, l_ref under the reference
     rho         what `ratio` gives, the multiplier of the advantage
     w           exp(l_old - l_s), what `correction` bounds; 1 without correction
@@ -104,7 +104,7 @@ _ON_PURPOSE = """\
 Each of these changes what is learnt. Others are read at verl 012be9d, OpenRLHF 01359b4 and TRL v0.11; from the dual
 clip on, at verl 0.9.1 and TRL 1.16.
 
-### Tool tokens are no time steps
+### Tool tokens are not time steps
 
 Generalised advantages and discounted returns step over the policy's own tokens, however many a tool wrote in between.
 Say the policy writes one token, reads 200 tokens of a tool and writes one more, the critic says 0.5 before both, and

@@ -91,7 +91,7 @@ def shard(model: CausalModel | ScalarModel, mesh: Mesh, dtype: torch.dtype, *, o
 
 
 def placement_over(ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """How FSDP2 is to divide each parameter over so many ranks."""
+    """How FSDP2 is to divide each parameter over `ranks` ranks."""
     return lambda parameter: Shard(divided_dimension(parameter.shape, ranks))
 
 

@@ -198,8 +198,8 @@ def refuse_other_base(model: CausalModel, rest: Mapping[str, Any]) -> None:
     ours, theirs = model.adapter.base if model.adapter else None, rest.get("base")
     if ours != theirs:
         raise CheckpointError(
-            f"the checkpoint is of {_called(theirs)}, and here is {_called(ours)}. Put back the model directory that "
-            "the stage started from, or start with --fresh."
+            f"the checkpoint was written for {_called(theirs)}, this run trains {_called(ours)}. Restore the "
+            "model directory that the stage started from, or start with --fresh."
         )
 
 

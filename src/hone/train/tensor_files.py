@@ -113,7 +113,7 @@ class Snapshot(Protocol):
 
     @property
     def rest(self) -> Mapping[str, Any]:
-        """What is no tensor: plain JSON values."""
+        """What is not a tensor: plain JSON values."""
         ...
 
     @property
@@ -205,7 +205,7 @@ class SavedTensors(Mapping[str, Tensor]):
         for file in map(Path.absolute, files):  # another process may have another working directory
             handle = self._opened(file)
             info = json.loads((handle.metadata() or {}).get(_INFO, "{}"))
-            for name in handle.keys():  # noqa: SIM118 - it is no mapping
+            for name in handle.keys():  # noqa: SIM118 - it is not a mapping
                 shape = tuple(handle.get_slice(name).get_shape())
                 offset = tuple(info[name][_OFFSETS]) if name in info else (0,) * len(shape)
                 self._parts.setdefault(name, []).append(_FilePart(file, name, offset, shape))

@@ -81,7 +81,7 @@ class Packer:
 
     Args:
         bucket_size: bytes of a bucket, unless a single tensor is larger.
-        buffer: gives an empty buffer of at least so many bytes, (bytes,) uint8, on the device that buckets are sent
+        buffer: gives an empty buffer of at least the given size, (bytes,) uint8, on the device that buckets are sent
             from. It may wait until one is free.
         dtype: what floating-point weights are sent as; None: as they are.
     """

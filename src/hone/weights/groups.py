@@ -71,7 +71,7 @@ class BroadcastGroup:
             store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
             self._group = _make(address, PrefixStore(f"{address.name}/", store), rank, device, timeout_s)
         except RuntimeError as error:  # what torch.distributed raises
-            raise EngineError(f"the group for new weights did not come together: {first_line(error)}") from error
+            raise EngineError(f"the process group for new weights could not be formed: {first_line(error)}") from error
 
     def broadcast(self, data: Tensor) -> Any:
         """Start to send (rank 0) or receive (n,) uint8 on the group's device. What is returned is for `finish`."""
@@ -84,14 +84,14 @@ class BroadcastGroup:
         try:
             while not work.is_completed():
                 if self._ended:
-                    raise EngineError("the broadcast of weights was given up")
+                    raise EngineError("the broadcast of weights was aborted")
                 if time.monotonic() > deadline:
                     raise EngineError(f"a broadcast of weights did not end within {self._timeout_s:g} s")
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             work.wait()  # raises what went wrong
         except RuntimeError as error:
-            raise EngineError(f"a broadcast of weights broke off: {first_line(error)}") from error
+            raise EngineError(f"a broadcast of weights failed: {first_line(error)}") from error
 
     def end(self) -> None:
         """Leave the group, without waiting for what is under way in it."""

@@ -87,8 +87,8 @@ class Publisher:
         whole = [part.manifest for part in parts if part.held_by] or [parts[-1].manifest]
         if len({manifest.fingerprint for manifest in whole}) > 1:
             raise ClusterError(
-                f"publishing version {whole[0].version}: ranks of the trainer sent different weights. Their shares "
-                "have come apart; continue from the last checkpoint with --resume."
+                f"publishing version {whole[0].version}: ranks of the trainer sent different weights: they have "
+                "diverged. Continue from the last checkpoint with --resume."
             )
         self._measured = {
             "engine/published_mib": whole[0].num_bytes / 2**20,

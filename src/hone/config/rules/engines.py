@@ -231,7 +231,7 @@ def variables_can_be_set(config: RunConfig) -> Iterator[Breach]:
     for where, names in ((where, name) for where, env in sections.items() for name in env):
         key = f"{where}.{names}"
         if not re.fullmatch(r"[A-Za-z_]\w*", names, re.ASCII):
-            yield Breach((key,), "is no name of an environment variable: letters, digits and _, no digit first")
+            yield Breach((key,), "is not an environment variable's name: letters, digits and _, no digit first")
         elif names.startswith("RAY_") or names in (*(kind.variable for kind in KINDS), TOKEN_VARIABLE):
             yield Breach((key,), "is set by Hone or Ray for each process. Leave it out; devices are cluster.pools'")
 

@@ -284,8 +284,8 @@ def deterministic_runs_wait(config: RunConfig) -> Iterator[Breach]:
     if config.run.deterministic and staleness:
         yield Breach(
             ("run.deterministic", "rollout.max_staleness"),
-            f"= true cannot hold with rollout.max_staleness = {staleness}: which weights sample a token depends on the "
-            "time then, so no two runs are the same. Nearest: 0; or run.deterministic = false",
+            f"= true cannot be guaranteed with rollout.max_staleness = {staleness}: which weights sample a token then "
+            "depends on timing, so no two runs are the same. Nearest: 0; or run.deterministic = false",
         )
 
 
@@ -391,7 +391,7 @@ def alarms_are_known(config: RunConfig) -> Iterator[Breach]:
         if name not in NAMES:
             close = nearest(name, NAMES, cutoff=60)
             meant = f"Did you mean {close}?" if close else f"Alarms: {', '.join(NAMES)}"
-            yield Breach(("observe.stop_on",), f"has {name!r}, which is no alarm. {meant}")
+            yield Breach(("observe.stop_on",), f"has {name!r}, which is not an alarm. {meant}")
 
 
 RULES: tuple[Rule, ...] = (

@@ -82,7 +82,7 @@ def batch(job: ForeignJob, value: Any) -> KeyVerdict:
     group = whole(job.get("num_generations", 8))
     samples, step = _samples_together(job), _samples_of_optimizer_step(job)
     if samples % group:
-        why = f"{samples} samples drawn together are no multiple of num_generations = {group}"
+        why = f"{samples} samples drawn together are not a multiple of num_generations = {group}"
         known = job.given("num_processes")
         return refused(why) if known else unknown(f"{why}: the number of processes is not in the command")
     more = shared.samples_per_step(samples // group, group, step)
@@ -97,7 +97,7 @@ def batch_part(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def updates(job: ForeignJob, steps: Any) -> int:
-    """Policy updates of so many optimizer steps."""
+    """Policy updates in `steps` optimizer steps."""
     per_update = max(1, _samples_together(job) // _samples_of_optimizer_step(job))
     return max(1, -(-whole(steps) // (per_update * whole(job.get("num_iterations", 1)))))
 

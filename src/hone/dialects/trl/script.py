@@ -46,7 +46,7 @@ def read_python(text: str, source: str, given: Mapping[str, Any] = MappingProxyT
         given: arguments of the command that starts the file.
 
     Raises:
-        DialectError: it is no Python, or has no trainer of TRL's.
+        DialectError: it is not Python, or has no trainer of TRL's.
     """
     try:
         tree = ast.parse(text)

@@ -53,7 +53,7 @@ def flags_of(response: str, neutralise: Neutralise) -> frozenset[Flag]:
 
 @dataclass
 class Canaries:
-    """Every so many judged responses, a set of worthless ones is due.
+    """After every `every` judged responses, a set of worthless ones is due.
 
     The answer to another question is one of them, so the last response to another prompt is remembered.
     """

@@ -1,9 +1,9 @@
 """Strict parsing of a judge's response to scores.
 
 Only what follows the reasoning counts, and only of an answer that ended by itself. Parsers are tried in the order of
-the settings; the first whose mark is there decides, and if what it marks is no list of scores, nothing else is tried.
+the settings; the first whose mark is there decides, and if it marks no list of scores, nothing else is tried.
 A judge that writes two different verdicts of one form has given none. A score is a plain number inside the scale. It is
-never clipped, and never fished out of a sentence.
+never clipped, and never searched for in a sentence.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Reading:
             raise NoScores("cut", f"the answer did not end by itself ({answer.finish_reason})")
         _, ended, text = answer.text.rpartition("</think>")
         if not ended and "<think>" in answer.text:
-            raise NoScores("reasoning", "its reasoning has no end")
+            raise NoScores("reasoning", "its reasoning is not closed")
         if not text.strip():
             raise NoScores("empty", "the answer is empty")
         for method in self.parsers:
@@ -168,5 +168,5 @@ def _json_number(value: Any) -> float:
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key is duplicated")
     return dict(pairs)

@@ -159,7 +159,7 @@ class Counter(Protocol):
     def count(self, text: str) -> int: ...
 
     def cut_middle(self, text: str, max_tokens: int) -> str:
-        """The beginning and the end of a text, of at most so many tokens together with the word in between."""
+        """The beginning and the end of a text, of at most `max_tokens` tokens together with the word in between."""
         ...
 
 

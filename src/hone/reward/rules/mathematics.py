@@ -79,7 +79,7 @@ class Answer:
     """What was read stands before a percent sign."""
     has_decimals: bool = False
     is_set: bool | None = None
-    """Whether braces are around it, or other brackets; None for what is no list in brackets."""
+    """Whether braces are around it, or other brackets; None for what is not a list in brackets."""
 
     @property
     def value(self) -> list[Any]:

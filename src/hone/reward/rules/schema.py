@@ -95,7 +95,7 @@ def _score(text: str, check: Any) -> Score:
             object_pairs_hook=_without_repeats,
         )
     except (ValueError, RecursionError) as error:
-        return Score(0.0, Fault.MODEL, f"no JSON: {error}"[:DETAIL_CHARACTERS])
+        return Score(0.0, Fault.MODEL, f"not JSON: {error}"[:DETAIL_CHARACTERS])
     try:
         broken = next(check.iter_errors(value), None)
     except Unresolvable as error:
@@ -113,32 +113,32 @@ def validator(schema: Any) -> Any:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise BadSchema(f"the schema is no JSON: {error}") from error
+            raise BadSchema(f"the schema is not JSON: {error}") from error
     if not isinstance(schema, Mapping):
         raise BadSchema(f"the schema is {type(schema).__name__}, not an object")
     kind = validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(dict(schema))
     except jsonschema.SchemaError as error:
-        raise BadSchema(f"no JSON Schema: {error.json_path}: {error.message}") from error
+        raise BadSchema(f"not a JSON Schema: {error.json_path}: {error.message}") from error
     return kind(
         schema, registry=Registry(), format_checker=FORMATS
     )  # an empty registry: references outside of it are not looked up
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is beyond all numbers")
+        raise ValueError(f"{text[:40]} is out of range")
     return number
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key is duplicated")
     return found

@@ -17,7 +17,7 @@ class LengthSettings(Section):
     max_tokens: int | None = key(None, unit="tokens", ge=1)
     """Longer responses earn -1."""
     buffer_tokens: int | None = key(None, unit="tokens", ge=1)
-    """The penalty grows from 0 to -1 over so many tokens before `max_tokens`."""
+    """The penalty grows from 0 to -1 over this number of tokens before `max_tokens`."""
     target_tokens: int | None = key(None, unit="tokens", ge=1)
     """The length that earns 0."""
     tolerance_tokens: int | None = key(None, unit="tokens", ge=1)

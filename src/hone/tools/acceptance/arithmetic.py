@@ -112,7 +112,7 @@ def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
 
 
 def operators(setting: PartSetting, layers: int, batch: Batch) -> int:
-    """Kernels, or a CPU's operators, of one update by a model of so many layers."""
+    """Kernels, or a CPU's operators, of one update by a model of `layers` layers."""
     shape = {**(TINY if setting.tiny else SMALL), "num_hidden_layers": layers}
     model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
     trainer = make_trainer(model, "bfloat16" if setting.is_gpu else "float32", 10**9)

@@ -71,7 +71,7 @@ class DrawnSteps:
 def drawing(
     setting: PartSetting, draw: Callable[[int], DrawnSteps], tokens: int, case: str
 ) -> Generator[Figure, None, tuple[float, DrawnSteps]]:
-    """Speed of samples of so many tokens, and what steps do on the device. Returns seconds and samples."""
+    """Speed of samples of `tokens` tokens, and what steps do on the device. Returns seconds and samples."""
     seconds, drawn = timed(partial(draw, tokens), repeats=1)
     yield Figure("decoding", "decode_tokens_per_s", drawn.tokens / seconds, case)
     yield Figure("decoding", "decode_step_ms", 1000 * seconds / drawn.steps, case)

@@ -137,7 +137,7 @@ async def drawn_by(
 
 
 def shortened(requests: Sequence[Request], tokens: int) -> list[Request]:
-    """The same for samples of so many tokens."""
+    """These requests for samples of at most `tokens` tokens."""
     return [replace(one, sampling=replace(one.sampling, max_tokens=tokens)) for one in requests]
 
 

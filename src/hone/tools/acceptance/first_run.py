@@ -100,7 +100,7 @@ def write_files(folder: Path, setting: PartSetting, example: Mapping[str, Mappin
 
 
 def tokenizer_of(size: int) -> PreTrainedTokenizerFast:
-    """A token for each of so many characters, less the two special ones: every token that a random model samples is
+    """A token for each of `size` characters, less the two special ones: every token that a random model samples is
     text."""
     codes = (code for code in count(FIRST_CHARACTER) if code not in SURROGATES)
     words = [PAD, EOS, *map(chr, islice(codes, size - 2))]

@@ -157,7 +157,7 @@ def run_file(
 
 
 def train(folder: Path, *, kill_after: int) -> tuple[int, str]:
-    """`hone train`, killed after so many updates and then resumed. Returns exit code and last line of the log."""
+    """`hone train`, killed after `kill_after` updates and then resumed. Returns exit code and last line of the log."""
     with (folder / "log").open("w") as log:
         first = subprocess.Popen(TRAIN, cwd=folder, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + RUN_TIMEOUT_S

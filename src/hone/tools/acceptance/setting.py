@@ -57,7 +57,7 @@ SMALL = {
 RUN_TIMEOUT_S = 420.0
 GROUP_TIMEOUT_S = 120.0
 """Of one collective operation of ranks."""
-NO_ACCELERATOR = "here is no accelerator"
+NO_ACCELERATOR = "no accelerator was found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def shape_of(size: str) -> Mapping[str, Any]:
 
 
 def random_batch(lengths: Sequence[int], prompts: int, *, vocab: int, prompt_tokens: int) -> Batch:
-    """A batch of samples of these lengths, divided over so many prompts in turn, with advantages; by a fixed seed."""
+    """A batch of samples of these lengths, divided over `prompts` prompts in turn, with advantages; by a fixed seed."""
     random = np.random.default_rng(0)
     length_S = torch.tensor(lengths)
     total = int(length_S.sum())
@@ -114,7 +114,7 @@ def laid_out(batch: Batch, device: torch.device) -> Layout:
 
 
 def random_requests(vocab: int, tokens: Sequence[int], group: int) -> list[Request]:
-    """A request for each prompt of `PROMPT` tokens, for `group` samples of exactly so many tokens; by a fixed seed."""
+    """A request for each prompt of `PROMPT` tokens, for `group` samples of exactly its `tokens`; by a fixed seed."""
     random = np.random.default_rng(0)
     prompts = random.integers(1, vocab, (len(tokens), PROMPT), dtype=np.int32)
     return [
