@@ -8,7 +8,24 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 QUAINT = re.compile(
-    r"\b((is|was|are|were)\s+told|goes\s+on|go\s+on\s+with|nobody|somebody|anybody|everybody|whoever|mend(?:s|ed)?|for\s+ever|referee|beneath|go\s+on\s+from)\b",
+    r"(?<!there\s)(?<!there\s\s)\b("
+    + "|".join(
+        words.replace(" ", r"\s+")
+        for words in (
+            r"(is|was|are|were) told",
+            r"goes on|go on (with|from)",
+            r"nobody|somebody|anybody|everybody|whoever|whyever",
+            r"mend(s|ed)?|for ever|referee|beneath",
+            # From here on, phrases that Hone once had.
+            r"theirs was lost|the trainer is late|has anything to do|that die are started again",
+            r"of the same settings that runs|finished or dropped, then|who sleeps|made without memory",
+            r"failure has interrupted|news waits|as the loop sees|what it began|when it runs out|who gets what",
+            r"what is said|said once|threw \w+ away|fell asleep|falls silent|listened to|in this life",
+            r"by the hundred|beyond all numbers|here is none|and that is said|of its own accord",
+            r"(is|are) no (json|http|sandbox|alarm|poster|picture|number|tensor|policy)s?",
+        )
+    )
+    + r")\b",
     re.IGNORECASE,
 )
 """A reader of this field has to translate these: say logged or reported, continues, no process, forever, base."""
@@ -53,8 +70,8 @@ def test_links_and_headings_are_really_read(tmp_path):
 
 
 def quaint(text: str) -> list[str]:
-    """Lines with one of the words; a phrase may be broken over two lines of a comment."""
-    joined = re.sub(r"\s*\n\s*(?:#\s+)?", " \n", text)
+    """Lines with one of the words, also as a part of a name; a phrase may be broken over two lines of a comment."""
+    joined = re.sub(r"\s*\n\s*(?:#\s+)?", " \n", text).replace("_", " ")
     return [f"{joined[: found.start()].count(chr(10)) + 1}: {found[0]}" for found in QUAINT.finditer(joined)]
 
 
@@ -67,6 +84,8 @@ def test_words_are_those_of_the_field():
 
 def test_a_quaint_line_is_found():
     assert quaint("fine\n# The run goes\n# on, and Nobody waits") == ["2: goes \non", "3: Nobody"]
+    assert quaint("`test_a.py::test_it_costs_nobody_else`, and there\nis no alarm") == ["1: nobody"]
+    assert quaint("which is no alarm") == ["1: is no alarm"]
 
 
 def test_the_chinese_readme_has_the_code_of_the_english_one():

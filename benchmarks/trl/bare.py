@@ -121,11 +121,11 @@ def sample(model: Qwen3, prompt_NP: Tensor, max_tokens: int, generator: torch.Ge
         drawn = torch.multinomial(model.logprobs(hidden).exp(), 1, generator=generator)[:, 0]
         tokens[live_B, step] = drawn
         length[live_B[drawn == EOS]] = step + 1
-        goes_on = drawn != EOS
-        if step + 1 == max_tokens or not goes_on.any():
+        continues = drawn != EOS
+        if step + 1 == max_tokens or not continues.any():
             break
-        if not goes_on.all():
-            live_B, drawn, cache = live_B[goes_on], drawn[goes_on], cache[:, :, goes_on]
+        if not continues.all():
+            live_B, drawn, cache = live_B[continues], drawn[continues], cache[:, :, continues]
         end = width + step + 1
         hidden = model(drawn, torch.full_like(drawn, end - 1), decode)
     return tokens[:, : step + 1], length

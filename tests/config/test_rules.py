@@ -45,7 +45,7 @@ BROKEN = [
     (
         {"run__deterministic": "true", "rollout__max_staleness": "1"},
         "run.deterministic: = true cannot be guaranteed with rollout.max_staleness = 1: which weights "
-        "sample a token depends on",
+        "sample a token then depends on",
     ),
     ({"run__name": "a/b"}, "run.name: must be letters, digits, blanks and _ . + = -, at most 128"),
     ({"run__name": "..", "run__dir": "'{name}'"}, "run.name: must be letters"),

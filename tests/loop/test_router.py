@@ -73,7 +73,7 @@ def test_gaps_between_finished_samples_are_drawn_and_nothing_else():
     assert virtually(test) == [(1, 1), (3, 1), (5, 1)]
 
 
-def test_a_replica_that_hangs_is_given_up_and_not_listened_to_any_more():
+def test_a_replica_that_hangs_is_given_up_and_its_later_replies_are_ignored():
     async def test(fleet):
         hanging, handed = fleet.now("a"), []
         fleet.lives["b"][0].die()

@@ -85,7 +85,7 @@ def rank(spec: ActorSpec, processes: int, make: MakeHeld, seat: Seat) -> Iterato
     with rank_among_others(spec, processes, seat) as (context, ranks):
         ladder = rank_ladder(spec.loaded, spec.run_dir, context.device, ranks)
         if isinstance(ranks, FsdpRanks):
-            # No rank ever has a whole model: it is made without memory, and filled when each rank's shares are known.
+            # No rank ever has a whole model: it is made on device meta, and filled when each rank's shares are known.
             context = replace(context, device=torch.device("meta"))
         held = make(replace(context, guard=ladder), ranks)
         ladder.begin(Progress(), rank_predictor(spec.loaded, ladder))

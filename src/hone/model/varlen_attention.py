@@ -41,7 +41,7 @@ class RaggedCall:
     is_causal: bool
     """Queries are the last tokens of the keys' sequence, and see those before them."""
     window: int | None = None
-    """So many of them, themselves included; None: all."""
+    """At most this number of them, themselves included; None: all."""
 
 
 def ragged_call(

@@ -89,7 +89,7 @@ class Replica(Generic[InstanceT]):
     """One replica through all its restarts.
 
     Args:
-        start: starts an instance. What it began must be gone when it fails or is cancelled.
+        start: starts an instance; cleans up after itself when it fails or is cancelled.
         end: ends a lost instance.
         lost_by: what a call raises when its instance is lost; other errors are of the call.
         changed: called after each change of `state`.

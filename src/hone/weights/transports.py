@@ -131,7 +131,7 @@ class Broadcast(Transport):
     def _join(self, peer: Peer, timeout_s: float) -> tuple[Answer, Future[BroadcastGroup]]:
         """Start to make a group with an engine: its answer, and our side of the group."""
         if self._store is None:
-            # It listens on this address alone, and what is said there is not authenticated: keep it on loopback, or on
+            # It listens on this address alone, and its traffic is not authenticated: keep it on loopback, or on
             # a network whose machines are all trusted.
             with socket.create_server((self._host, 0)) as listener:
                 port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
