@@ -4,7 +4,7 @@
         def __init__(self, episode: Episode, **args): ...
         def step(self, turn: str) -> Observation | None: ...        (or async)
 
-An environment is made for one sample, asked once after each of its turns, and thrown away: there is no reset to get
+An environment is made for one sample, asked once after each of its turns, and discarded: there is no reset to get
 wrong. It sees text only; `episodes.py` appends what it says as tokens that carry no loss. It runs in a process of its
 own (`env_pool.py`), which imports this file, so nothing heavy is imported here.
 """
