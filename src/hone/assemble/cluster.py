@@ -31,11 +31,11 @@ T = TypeVar("T")
 LOOK_S, LOST_LOOKS = 2.0, 5
 """Seconds between checks of Ray, and failed checks in a row after which it is lost: a GCS may be restarted."""
 STOP_S = 35.0
-"""Some 15 s later Ray would end this process by itself."""
+"""Ray ends this process itself some 15 s later."""
 
 
 class RayBackend:
-    """The `Backend` of Ray actors on the topology's devices. Each attempt makes the trainer anew and reuses healthy
+    """The `Backend` of Ray actors on the topology's devices. Each attempt makes a new trainer and reuses healthy
     engines, judges, reward models, and Ray itself. The loss of Ray ends the run with ClusterLost."""
 
     def __init__(
@@ -109,7 +109,7 @@ class RayBackend:
     async def _running(
         self, begin: Callable[[RayWorkers], Coroutine[Any, Any, T]]
     ) -> AsyncIterator[tuple[RayWorkers, T]]:
-        """The processes of the run with what `begin` has them do; its trainer ends with this."""
+        """The run's processes, set up by `begin`; its trainer ends with the context."""
         torch.set_num_threads(1)  # the cores are for the processes
         try:
             workers = await self._workers_with_devices()
@@ -135,7 +135,7 @@ class RayBackend:
             await asyncio.to_thread(workers.cluster.close)
 
     async def _workers_with_devices(self) -> RayWorkers:
-        """The one of the attempt before, unless a machine of it is gone."""
+        """The previous attempt's processes, or new ones where a machine of theirs is gone."""
         if self._workers is not None and not await asyncio.to_thread(self._workers.cluster.is_whole):
             await self.close()
         if self._workers is None:

@@ -83,7 +83,7 @@ def input_hashes(loaded: Loaded, tokenizer: Tokenizer) -> dict[str, str]:
     args = [component.args for component in config.reward.components] + [environment.args]
     code: list[Path] = []
     for use in uses:
-        with suppress(Unusable):  # which is said when it is started
+        with suppress(Unusable):  # reported when it is started
             code += code_files([use], folder)
     hashes |= _files("code", code, folder)
     return hashes | _files("args", named_files(args, folder), folder)
@@ -126,7 +126,7 @@ def changed_inputs(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 def _sources(sources: Sequence[SourceSection], folder: Path, split: str) -> str:
-    """Of one source its content, of several that of each: of a file its bytes, of a dataset its rows."""
+    """Hash of the content of each source: of a file's bytes, of a dataset's rows."""
     hashes: list[str] = []
     for source in sources:
         path = folder / Path(source.path).expanduser()
@@ -135,7 +135,7 @@ def _sources(sources: Sequence[SourceSection], folder: Path, split: str) -> str:
             continue
         try:
             hashes.append(rows_digest(source.path, folder, split=source.split or split, cache=DEFAULT_CACHE))
-        except DataError:  # which is said by the stage that reads it
+        except DataError:  # reported by the stage that reads it
             hashes.append("unreadable")
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
@@ -146,7 +146,7 @@ def _pictures(
     """Of the files of all pictures that rows name, in their order; nothing where they name none."""
     hashed, count = hashlib.sha256(), 0
     progress = LoadProgress(f"hashing the pictures of {key}", DEFAULT_CACHE.say, unit="pictures")
-    with suppress(DataError):  # which is said by the stage that reads the rows
+    with suppress(DataError):  # reported by the stage that reads the rows
         for source, renderer in sources:
             for row in read_rows(source.path, folder, split=source.split or split):
                 for path in renderer.picture_files(row.values, *sft_columns) if isinstance(row, SourceRow) else ():
@@ -173,7 +173,7 @@ def _adapter(place: str, folder: Path) -> dict[str, str]:
 
 
 def _commit(place: str, name: str) -> dict[str, str]:
-    """That of a hub's model, by one of its files."""
+    """The commit of a hub's model, from one of its files."""
     return {"commit": Path(hf_hub_download(place, name, local_files_only=not can_resolve(ENDPOINT))).parent.name}
 
 

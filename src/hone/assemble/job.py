@@ -74,7 +74,7 @@ class Job:
 
     @property
     def guard(self) -> Guard:
-        """Watches over memory."""
+        """The memory guard."""
         return self.memory.ladder
 
     @property
@@ -135,8 +135,8 @@ def use_fast_float32_products() -> None:
 
 @contextlib.contextmanager
 def asks_to_stop(stop: asyncio.Event, observer: Observer, interrupted: threading.Event | None) -> Iterator[None]:
-    """The first stop signal asks for a clean end, a second one ends the process at once. `interrupted`, which another
-    thread sets, asks too."""
+    """The first stop signal requests a clean end, a second one exits immediately. `interrupted`, which another thread
+    sets, counts as a signal."""
 
     def handle(_: signal.Signals) -> None:
         if stop.is_set():
@@ -162,13 +162,13 @@ def asks_to_stop(stop: asyncio.Event, observer: Observer, interrupted: threading
 
 
 def in_new_loop(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, which would also take away the thread's own event loop."""
+    """Like `asyncio.run`, but keeps the thread's own event loop."""
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         return runner.run(work)
 
 
 def first_cause(group: BaseExceptionGroup) -> BaseException:
-    """The failure to show of several that happened together: one of ours if there is any."""
+    """Which of several simultaneous failures to show: a HoneError if there is one."""
     pending: list[BaseException] = [group]
     leaves: list[BaseException] = []
     while pending:

@@ -1,4 +1,4 @@
-"""The memory of a run: what measures it, the ladder, what the ladder may change, and where its record goes."""
+"""Memory of a run: gauges, the out-of-memory ladder and what it may change, and the record of both."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def exhausted(error: BaseException) -> MemoryExhausted | None:
 
 
 def one_device(kind: Any, memory_bytes: int) -> Hardware:
-    """This device as a plan of memory sees it; of its speed nothing is asked."""
+    """This device for a memory plan; its speed is not needed."""
     is_npu = kind == "gpu" and torch_kind() is ASCEND
     return Hardware(
         name=f"{ASCEND.vendor} {ASCEND.resource}" if is_npu else "this GPU" if kind == "gpu" else "this process",
@@ -212,7 +212,7 @@ def rank_predictor(loaded: Loaded, ladder: Ladder) -> Predict | None:
 
 
 def trainer_knobs(trainer: Roles, config: RunConfig, *, most_tokens: int | None = None) -> list[Knob]:
-    """Of what a process holds of policy and critic. `most_tokens`: a larger budget would change nothing."""
+    """Settings of policy and critic that the ladder may lower. `most_tokens`: a larger budget would change nothing."""
     passes = trainer.passes
 
     def chunk(value: int) -> None:
@@ -237,7 +237,7 @@ def set_tokens(passes: Passes, value: int) -> None:
 
 
 def pair_knobs(trainer: PairTrainer, config: RunConfig) -> list[Knob]:
-    """Of a reward model's trainer, whose microbatches hold whole pairs."""
+    """Settings of a reward model's trainer that the ladder may lower; its microbatches hold whole pairs."""
 
     def recompute(value: Checkpointing) -> None:
         trainer.model.body.checkpointing = value
@@ -247,7 +247,7 @@ def pair_knobs(trainer: PairTrainer, config: RunConfig) -> list[Knob]:
 
 
 def engine_knobs(engine: LocalEngine, config: RunConfig) -> list[Knob]:
-    """Of the embedded engine."""
+    """Settings of the embedded engine that the ladder may lower."""
     in_flight = samples_per_update(config) * (config.rollout.max_staleness + 1)
     limit: Callable[..., None] = engine.limit
     return [

@@ -50,7 +50,7 @@ class Source(Protocol):
 
     @property
     def guard(self) -> Guard:
-        """Watches over memory."""
+        """The memory guard."""
         ...
 
 
@@ -62,7 +62,7 @@ def starting_model(source: Source, stage: str) -> CausalModel:
 def model_before(
     stage: str, loaded: Loaded, folder: RunFolder, tokenizer: Tokenizer, device: torch.device
 ) -> CausalModel:
-    """As `starting_model`, where no job is running."""
+    """Like `starting_model`, without a running job."""
     weights, settings = weights_before(stage, loaded.config, folder), loaded.config.model
     if weights is None:
         model = named_model(loaded.config, tokenizer, loaded.run_file.parent, device)
@@ -164,13 +164,13 @@ def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> 
 
 
 def needed_roles(needs: Collection[str]) -> set[Role]:
-    """Roles of training that an algorithm with these needs has; see `Algorithm.needs`."""
+    """Training roles that an algorithm with these needs has; see `Algorithm.needs`."""
     needs_of: dict[Role, bool] = {"policy": True, "critic": "values" in needs, "reference": "ref_logprobs" in needs}
     return {role for role, is_needed in needs_of.items() if is_needed}
 
 
 def rl_roles(source: Source, ranks: Ranks = ALONE, *, held: Collection[Role]) -> Roles:
-    """The trainer of an RL stage, at its beginning, or the part of it that `ranks` hold."""
+    """The trainer of an RL stage at its start, or the part of it on these `ranks`."""
     config, train = source.loaded.config, source.loaded.config.train
     passes, model = make_passes(source, ranks), starting_model(source, "rl")
     is_shared = "policy" in held or "reference" in held
@@ -194,7 +194,7 @@ def rl_roles(source: Source, ranks: Ranks = ALONE, *, held: Collection[Role]) ->
 
 
 def sft_trainer(source: Source, ranks: Ranks = ALONE, *, steps: int) -> Roles:
-    """The trainer of a supervised stage of `steps` optimizer steps, at its beginning."""
+    """The trainer of a supervised stage of `steps` optimizer steps, at its start."""
     config = source.loaded.config
     model = with_adapter(config, starting_model(source, "sft"), "sft", starting_adapter(source, "sft"))
     return Roles(

@@ -59,7 +59,7 @@ class ActorContext:
     model_folder: Path | None = None
     """`models.starting_folder`, for an engine that needs it."""
     takes_turns: bool = False
-    """Whether an engine's devices are the trainer's while it sleeps."""
+    """Whether engines share devices with the trainer and sleep while it works."""
     among: tuple[int, int] = (1, 1)
     """Engines of the run that share its samples, and devices of a machine: those of a CPU share its memory."""
 
@@ -76,7 +76,7 @@ class ActorContext:
 
 
 MakeHeld = Callable[[ActorContext, Ranks], Roles | PairTrainer]
-"""Makes what a rank holds: `models.rl_roles` and the like."""
+"""Makes what a rank holds, such as `models.rl_roles`."""
 
 
 @contextmanager

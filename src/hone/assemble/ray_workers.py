@@ -41,7 +41,7 @@ class RayWorkers:
         self._job, self.cluster, self._spec = job, cluster, spec
         self._settings = job.config.cluster
         self.processes: dict[str, Any] = {}
-        """Handles by name, of those that were started last."""
+        """Handles of the processes started last, by name."""
         self._trainer: RemoteLearner | None = None
         self._engines: dict[str, RemoteEngine] = {}
         self._replicas = {replica.name: replica for replica in job.topology.engines}
@@ -60,7 +60,7 @@ class RayWorkers:
         )
 
     async def pair_learner(self, steps: int, saved: SavedCheckpoint | None) -> RemotePairTrainer:
-        """As `sft_trainer`, for a reward model."""
+        """Like `sft_trainer`, for a reward model."""
         group = self._trainer_group(partial(pair_trainer, steps=steps))
         return await self._begun(
             RemotePairTrainer([group], timeout_s=self._settings.call_timeout_s, adopt=self._job.memory.ladder.adopt),
@@ -134,7 +134,7 @@ class RayWorkers:
         kill(actor, f"It was killed because it answered no heartbeat ({bound}): it was stopped or deadlocked.")
 
     async def end_trainer(self) -> None:
-        """End the trainer's ranks alone."""
+        """Stop the trainer's ranks only."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             await asyncio.to_thread(trainer.close)
@@ -171,7 +171,7 @@ class RayWorkers:
         return trainer
 
     def _trainer_group(self, make: MakeHeld) -> RankGroup:
-        """The trainer's ranks, which have their machines' cores to themselves."""
+        """The trainer's ranks, without other processes on their machines' cores."""
         topology = self._job.topology
         machines = [device // topology.devices_per_node for device in topology.trainer.devices]
         return self._policy_group(make, processes=machines.count(machines[0]), takes_turns=False)
@@ -274,7 +274,7 @@ class RayWorkers:
         return process
 
     def _sharers(self, devices: Sequence[int]) -> int:
-        """Most processes that work on one of these devices, whether in turn or not."""
+        """Largest number of processes on one of these devices, colocated ones included."""
         return max(self._job.topology.processes_on(device) for device in devices)
 
     def _processes(self, role: Role, devices: Sequence[int]) -> int:

@@ -92,7 +92,7 @@ class Scoring:
 
     @property
     def addresses(self) -> Mapping[str, Address]:
-        """Of the judge, as rewards name it."""
+        """The judge's addresses, by the name that rewards use."""
         if not self._judges:
             return {}
         (name,) = judge_services(self._job.config)
@@ -100,7 +100,7 @@ class Scoring:
 
     @property
     def scorers(self) -> Mapping[str, Scorer]:
-        """By the names of the components that ask reward models."""
+        """Scorers by the names of the components that use reward models."""
         if not self._topology.reward_models:
             return {}
         names = map(component_name, reward_models(self._job.config))
@@ -123,7 +123,7 @@ class Scoring:
             await self._pool.sleep()
 
     async def sleep(self) -> None:
-        """Give the devices to the trainer; see `Offloadable`."""
+        """Release the devices to the trainer; see `Offloadable`."""
         await self._rest_judges()
         if self._topology.sleeps("reward_model"):
             await self._pool.sleep()

@@ -25,7 +25,7 @@ from hone.services.supervisor import Services
 
 
 def claim_devices(config: RunConfig) -> Split:
-    """Divide the GPUs, and let this process see its own alone. Comes before anything asks torch for them."""
+    """Assign the GPUs, and make only this process's own visible. Call before torch initialises them."""
     if not config.services and config.run.devices is None:
         return Split(None)
     split = split_devices(config, visible_devices())
@@ -58,7 +58,7 @@ def unseen_notes(config: RunConfig, device: torch.device) -> list[str]:
 
 
 def services_for_verb(loaded: Loaded, split: Split, folder: Path) -> Services:
-    """The run file's services for a verb other than `train`: what they say goes to stderr."""
+    """The run file's services for a verb other than `train`: messages go to stderr."""
 
     def say(message: str) -> None:
         print(message, file=sys.stderr)

@@ -336,7 +336,7 @@ async def run_with_restarts(
 
 
 def lost_process(error: BaseException) -> ClusterError | None:
-    """The loss of a process among what happened together, unless starting anew would not help."""
+    """The loss of a process among simultaneous errors; None where a restart would not help."""
     if isinstance(error, BaseExceptionGroup):
         return next((lost for inner in error.exceptions if (lost := lost_process(inner)) is not None), None)
     return error if isinstance(error, ClusterError) and not isinstance(error, PlacementError) else None

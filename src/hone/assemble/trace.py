@@ -55,7 +55,7 @@ class Point:
 
     @property
     def error(self) -> float:
-        """Of the closed form, as a share of the trace."""
+        """Error of the closed form, as a share of the trace."""
         return self.planned / self.traced - 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Trace:
 
     points: tuple[Point, ...]
     notes: tuple[str, ...]
-    """What of the plan was not traced."""
+    """Parts of the plan that were not traced."""
     seconds: float
 
     @property

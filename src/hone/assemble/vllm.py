@@ -13,7 +13,7 @@ from hone.rollout.vllm_args import VllmPlace
 
 
 async def start_vllm(context: ActorContext) -> VllmEngine:
-    """vLLM, with the weights of a folder until it gets others."""
+    """vLLM, with the weights of a folder until new ones are loaded."""
     assert context.model_folder is not None
     config = context.loaded.config
     rollout, engines = config.rollout, config.cluster.engines

@@ -1,4 +1,4 @@
-"""Trainer and engine of a stage: what it asks of a backend, and the backend where everything is in one process."""
+"""Trainer and engine of a stage: the `Backend` protocol, and the backend of one process."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Workers:
     colocated: tuple[Offloadable, ...] = ()
     """See `PolicyRun.colocated`."""
     addresses: Addresses = field(default_factory=dict)
-    """Of judges that have devices of the cluster."""
+    """Addresses of judges on devices of the cluster."""
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
-    """What scores, by the names of components, instead of something in this process."""
+    """Scorers in other processes, by the names of their components."""
 
 
 class Backend(Protocol):

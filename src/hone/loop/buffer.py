@@ -1,4 +1,4 @@
-"""In-flight groups in start order, with a fixed number of permits: the whole of the staleness bound.
+"""In-flight groups in start order, with a fixed number of permits: this alone bounds staleness.
 
 Why staleness is bounded. Let S = max_staleness and P = prompts per update; there are (S + 1) * P permits. Fix a
 group g that starts while version v is live. Every group ahead of it holds a permit, so at most (S + 1) * P - 1

@@ -22,7 +22,7 @@ from hone.types import Group, Prompt
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was sampled for an evaluation, and its metrics."""
+    """Samples of an evaluation, and its metrics."""
 
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]

@@ -40,14 +40,14 @@ from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Picture, Prompt, Sample
 
 NOTICEABLE = {"float32": 1e-3, "bfloat16": 3e-2}
-"""Mean |trainer - sampler| logprob, nats, from which a cause is looked for. Dense models stay well below."""
+"""Mean |trainer - sampler| logprob, nats, above which a cause is searched for. Dense models stay well below."""
 LARGEST = 0.2
 """Mean |trainer - sampler| logprob, nats, that no rounding explains."""
 
 CANARY_PROMPTS, CANARY_SAMPLES, CANARY_TOKENS = 2, 2, 16
-"""What the canary has each replica sample."""
+"""What the canary lets each replica sample."""
 CANARY_GROWTH = 3.0
-"""How many times as large as before the first update a gap of the canary is suspicious."""
+"""A canary gap is suspicious at this multiple of the gap before the first update."""
 
 Pictures = tuple[tuple[Picture, ...], ...]
 
@@ -179,7 +179,7 @@ def check_mask(groups: Sequence[Group], batch: Batch) -> None:
 
 
 def written(sample: Sample) -> NDArray[np.bool_]:
-    """Which tokens the policy wrote: what its turns say, where it had turns, and not what the mask claims."""
+    """Which tokens the policy wrote: by its turns, where it had turns, not by the mask."""
     if not sample.turns and sample.loss_mask is not None:
         return sample.loss_mask
     own = np.full(len(sample.token_ids), not sample.turns)
@@ -298,7 +298,7 @@ def swapped_gap(trainer: Trainer, batch: Batch) -> float:
 
 @dataclass
 class Canary:
-    """Comparison of every engine replica with the trainer after some publishes: what is remembered in between."""
+    """Comparison of every engine replica with the trainer after some publishes: the state kept in between."""
 
     expected_gap: float | None = None
     """Mean |trainer - sampler| logprob that the first-step gate measured, nats; None: it was disabled."""

@@ -34,12 +34,12 @@ MEASURED_FIRST, MEASURED_EVERY, MEASURED_SHARE = 10, 10, 16
 """Updates whose `Movement` is measured, and the share of their prompts, as 1 in N."""
 
 GROUPS_AT_ONCE = 32
-"""Groups that start or are freed in one pass of the event loop, which nothing else can use meanwhile."""
+"""Groups that start or are freed in one pass of the event loop, which blocks everything else meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """How far an update moves the policy: KL of the policy before to the one after, on a few of its own prompts.
+    """How far an update moves the policy: KL between the policies before and after it, on a few of its prompts.
 
     Measured apart from the loss, since with one optimizer step per update the policy ratio is 1 and says nothing. Costs
     two passes without gradient over a sixteenth of the batch, in the first updates and in every tenth.
@@ -138,7 +138,7 @@ async def produce(run: PolicyRun, buffer: GroupBuffer[Finished], tasks: asyncio.
 
 
 async def forget(finished: list[Finished]) -> None:
-    """Free what an update trained on before the next groups come, a few groups at a time: for millions of tokens that
+    """Free the groups of an update before the next ones come, a few groups at a time: for millions of tokens that
     takes longer than the event loop may stand still."""
     while finished:
         del finished[-GROUPS_AT_ONCE:]
@@ -146,7 +146,7 @@ async def forget(finished: list[Finished]) -> None:
 
 
 async def generate_and_score(run: PolicyRun, prompt: Prompt) -> Finished | None:
-    """Sample a group and score it. None: nothing to learn here, the permit goes back."""
+    """Sample a group and score it. None: the group has no signal, and its permit is returned."""
     config = run.config
     run.observer.event("group_started", prompts=[prompt.index])
     request = Request(prompt, config.rollout.group_size, run.sampling, config.seed, "train")
@@ -195,7 +195,7 @@ async def update(run: PolicyRun, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def collate_and_learn(run: PolicyRun, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
-    """What an update does on the compute thread."""
+    """The part of an update that runs on the compute thread."""
     batch, agreement = collate_and_check(run, groups)
     batch, learned = learn(run, batch)
     return batch, agreement | learned

@@ -57,7 +57,7 @@ class Offloadable(Protocol):
 
 @dataclass
 class Stage(Generic[AnyTrainer]):
-    """What every stage has: settings, a trainer, where it is, what it logs to, saves to and computes on."""
+    """State of any stage: settings, progress, trainer, observer, checkpoints and compute thread."""
 
     config: RunConfig
     progress: Progress
@@ -69,7 +69,7 @@ class Stage(Generic[AnyTrainer]):
     stop: asyncio.Event
     """Set by the first SIGINT or SIGTERM."""
     guard: Guard = field(default=UNGUARDED, kw_only=True)
-    """Watches over memory."""
+    """The memory guard."""
     writing: asyncio.Task[None] | None = field(default=None, init=False)
     """The checkpoint that is being written in the background."""
 
@@ -77,7 +77,7 @@ class Stage(Generic[AnyTrainer]):
         return asyncio.get_running_loop().run_in_executor(self.compute, work, *args)
 
     async def save(self) -> None:
-        """Write a checkpoint of this very moment; after the one before, if that is still on its way.
+        """Write a checkpoint of the current state, after the previous one if that is still being written.
 
         A trainer of other processes copies its state; the copy is written in the background.
         """
@@ -107,7 +107,7 @@ class Stage(Generic[AnyTrainer]):
         self.observer.event("saved", step=progress.step)
 
     async def saved(self) -> None:
-        """Wait until the last checkpoint is on the disk. Raises what kept it from there."""
+        """Wait until the last checkpoint is on the disk. Raises the error that prevented it."""
         writing, self.writing = self.writing, None
         if writing is not None:
             await writing
@@ -140,7 +140,7 @@ class PolicyRun(Stage[Trainer]):
     replicas: Callable[[], Mapping[str, Engine]] | None = None
     """The engines behind `engine` by name, each of which is sent weights; None where that is one in this process."""
     answers: Answers | None = None
-    """Those of the data, where it has any."""
+    """Gold answers of the data, where it has any."""
     utilisation: Utilisation | None = None
     """Measures updates on devices whose peak is known; None: it is not, or others train in the same call."""
     canary: Canary = field(default_factory=Canary)
@@ -159,7 +159,7 @@ class PolicyRun(Stage[Trainer]):
         self.prompts.order.measure((index, rate) for index, rate in rates if not math.isnan(rate))
 
     async def offload_others(self) -> None:
-        """Offload what shares the trainer's devices, until the next `publish`. Nothing may be in flight."""
+        """Offload the components colocated with the trainer, until the next `publish`. Nothing may be in flight."""
         for other in self.colocated:
             await other.sleep()
 
@@ -191,7 +191,7 @@ class PolicyRun(Stage[Trainer]):
         return True
 
     def keeps(self, group: Group) -> bool:
-        """Whether a scored group is worth a place in the update; a dropped one is remembered for the record."""
+        """Whether a scored group is trained on; a dropped one is kept for the record."""
         informative = not self.config.algorithm.drop_uninformative or self.algorithm.informative(group.rewards)
         if informative and self.rewards.enough(group):
             self.observer.event("group_finished", prompts=[group.prompt.index], versions=versions_of(group.samples))
@@ -233,7 +233,7 @@ class PolicyRun(Stage[Trainer]):
         self.observer.log("rl", self.progress.step, metrics)
 
     def check_drops(self, dropped: int) -> None:
-        """Raises RewardError when a step burns more prompts than `max_dropped_per_kept` allows."""
+        """Raises RewardError when a step drops more groups than `max_dropped_per_kept` allows."""
         bound = self.config.algorithm.max_dropped_per_kept * self.config.train.prompts_per_step
         if dropped > bound:
             raise RewardError(

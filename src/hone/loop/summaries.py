@@ -1,4 +1,4 @@
-"""Metrics of what was sampled: rewards, lengths, ages, and what prompts and responses have in common."""
+"""Metrics of samples: rewards, lengths, staleness, and duplicates among prompts and responses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _prompt_key(group: Group) -> tuple[bytes, ...]:
 
 
 def _shared_response(groups: Sequence[Group]) -> dict[str, float]:
-    """Share of the different prompts that the most widespread response is given to; nothing of a single prompt."""
+    """Share of the different prompts that have the most widespread response; none for a single prompt."""
     prompts_of: dict[bytes, set[tuple[bytes, ...]]] = {}
     for group in groups:
         prompt = _prompt_key(group)
@@ -83,7 +83,7 @@ def pass_rate(groups: Sequence[Group], threshold: float) -> float:
 
 
 def _truncation_cost(rewards: NDArray[np.float64], is_cut: NDArray[np.bool_]) -> dict[str, float]:
-    """What truncated samples earn less than the others, over all samples; nothing where one kind has no score."""
+    """Mean reward lost to truncation, over all samples; none where truncated or other samples have no score."""
     cut, ended = (found[~np.isnan(found)] for found in (rewards[is_cut], rewards[~is_cut]))
     if not len(cut) or not len(ended):
         return {}
@@ -133,7 +133,7 @@ def _length_metrics(lengths: NDArray[np.int64], rewards: NDArray[np.float64], th
 
 
 def staleness_shares(groups: Sequence[Group], *, version: int, most: int) -> dict[str, float]:
-    """How much of what training begins with at `version` is how old, up to `most`; nothing of a run that never is."""
+    """Shares of the samples by staleness, as training begins at `version`; none in a synchronous run."""
     ages = [version - sample.versions[0].version for group in groups for sample in group.samples if sample.versions]
     if most == 0 or not ages:
         return {}

@@ -21,7 +21,7 @@ from hone.types import Batch
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """What an update has to compute, against what its devices could in that time.
+    """FLOPs of an update, relative to its devices' peak in that time.
 
     Counted are a forward pass and a backward one, twice as large, over each prompt once and over its responses, as in
     arXiv:2204.02311, appendix B. What activation checkpointing computes again is not.

@@ -73,7 +73,7 @@ class ServiceSettings(Section):
     ca_file: str | None = key(None)
     """PEM file, relative to the run file, with the authorities to trust for https; null: the public ones."""
     deadline_s: float = key(120.0, unit="seconds per request", gt=0)
-    """What has no score by then has none, retries and a restart of the service included."""
+    """Items without a score by then stay unscored; includes retries and a restart of the service."""
     first_backoff_s: float = key(FIRST_BACKOFF_S, unit="seconds", gt=0)
     """Bound of the random wait before the first retry; it doubles with each further one, up to 30 s."""
     max_in_flight: int = key(64, unit="requests per URL", ge=1)
@@ -87,10 +87,10 @@ class ServiceReward:
 
     def __init__(self, settings: ServiceSettings, endpoints: Endpoints) -> None:
         self.fingerprint: str | None = None
-        """Of the rules that the service scores by, from its first answer or from the run that is resumed."""
+        """The service's fingerprint, from its first answer or from the run that is resumed."""
         self._settings, self._endpoints = settings, endpoints
         self._item_s = REQUEST_S
-        """What the service lately needed for an item; at first, so much that each goes by itself."""
+        """Seconds that the service recently needed per item; initially so large that each item is sent alone."""
         self._shown = ShownPictures(settings.picture_px)
         self._gathering = Gathering(
             self._score_gathered,

@@ -1,5 +1,5 @@
-"""KV cache of Hone's own decoder: one buffer of fixed size, laid out anew as sequences come, grow and go; and attention
-over it, of whole prompts, of responses that come back, and of a step of all branches.
+"""KV cache of Hone's own decoder: one buffer of fixed size, laid out again as sequences come, grow and go; and
+attention over it, of whole prompts, of responses that come back, and of one step of all branches.
 
 Prompts lie at the front of the buffer and responses at its back, so that either may grow without moving the other.
 """
@@ -67,7 +67,7 @@ class Region:
         self._store, self._from_back = store, from_back
 
     def forget(self) -> None:
-        """Be empty."""
+        """Empty the region."""
         self.data = self._store.empty
         self._written = 0
         """How far from its end of the memory numbers are finite."""

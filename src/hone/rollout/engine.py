@@ -98,11 +98,11 @@ class CacheUse:
     """Keys and values that an engine holds at a moment."""
 
     tokens: int = 0
-    """In use: a prompt's once for all its samples."""
+    """Tokens in use: a prompt's once for all its samples."""
     room_tokens: int = 0
-    """That the memory taken for them has room for."""
+    """Tokens that the allocated memory has room for."""
     room_bytes: int = 0
-    """That memory; 0 where it is not known."""
+    """Bytes of that memory; 0 where it is not known."""
     asked_tokens: int = 0
     """Of prompts, that were looked for among those computed before (vLLM's prefix cache); 0 without a cache."""
     found_tokens: int = 0
@@ -154,7 +154,7 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give the cache's memory back. Nothing may be in flight."""
+        """Release the cache's memory. Nothing may be in flight."""
         ...
 
     async def wake(self) -> None:

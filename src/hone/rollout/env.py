@@ -31,7 +31,7 @@ class Episode:
     """With the gold answer and every other column of the row."""
     sample_index: int
     seed: int
-    """For the environment's own chance: a function of (run seed, stream, prompt, sample), never of time or order."""
+    """Seed of the environment's randomness: a function of (run seed, stream, prompt, sample), not of time or order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Environment(Protocol):
 
 
 class BadEnvironment(Exception):
-    """What an environment returned is not an answer; says why."""
+    """An environment returned an invalid answer; the message has the reason."""
 
 
 def check_observation(returned: Any) -> Observation:
@@ -86,7 +86,7 @@ def check_observation(returned: Any) -> Observation:
 
 
 def episode_seed(seed: int, stream: str, prompt_index: int, sample_index: int) -> int:
-    """The 64-bit seed of an episode's own chance, the same on every machine and in every process."""
+    """The 64-bit seed of an episode's own randomness, the same on every machine and in every process."""
     words = f"environment/{seed}/{stream}/{prompt_index}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 

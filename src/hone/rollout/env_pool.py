@@ -57,7 +57,7 @@ class EnvironmentPool:
         return EpisodeHandle(self, episode)
 
     async def worker(self) -> WorkerProcess:
-        """The process, started anew if it died. Raises EnvironmentFault."""
+        """The process, restarted if it died. Raises EnvironmentFault."""
         try:
             async with self._workers.worker() as worker:  # given back at once: episodes share it
                 if worker.ready:

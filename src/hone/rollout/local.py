@@ -146,7 +146,7 @@ class LocalEngine:
         self._awake = False
 
     async def wake(self) -> None:
-        """See `Engine.wake`. The first request makes the cache anew."""
+        """See `Engine.wake`. The first request allocates the cache again."""
         self._awake = True
 
     def limit(self, *, max_concurrent: int | None = None, prefill_tokens: int | None = None) -> None:

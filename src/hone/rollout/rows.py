@@ -33,9 +33,9 @@ class RowJob:
     samples: list[Sample] = field(default_factory=list)
     """Finished ones, in order of finishing."""
     on_sample: OnSample | None = None
-    """Told of each of them at once, where the arithmetic is done."""
+    """Called with each of them immediately, on the compute thread."""
     on_token: OnToken | None = None
-    """Told of each of their tokens, likewise."""
+    """Called with each of their tokens, likewise."""
 
     def __post_init__(self) -> None:
         self.begin_again()

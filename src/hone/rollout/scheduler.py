@@ -62,7 +62,7 @@ class Scheduler:
         self._waiting.append(job)
 
     def cancel(self, job: RowJob) -> None:
-        """Drop the job and free its rows. A job that is unknown or finished is none of our business."""
+        """Drop the job and free its rows. Unknown and finished jobs are ignored."""
         self._jobs.pop(job, None)
         if job in self._waiting:
             self._waiting.remove(job)
@@ -100,7 +100,7 @@ class Scheduler:
         return self._take_complete()
 
     def begin_again(self) -> None:
-        """After a step that failed in the middle: free the cache, and start all samples anew that are not finished.
+        """After a step that failed in the middle: free the cache, and restart all unfinished samples.
 
         Each is drawn with the randomness that it was drawn with before.
         """
@@ -200,7 +200,7 @@ class Scheduler:
         return token_B[self._remove(dead_B)]
 
     def _let_go_of_prompts(self, jobs: Iterable[RowJob]) -> None:
-        """Have the prompts of waiting jobs forgotten with their last rows; they are computed anew when needed."""
+        """Drop the prompts of waiting jobs with their last rows; they are computed again when needed."""
         for job in jobs:
             if job.prompt_id is not None:
                 self._stepper.release_prompt(job.prompt_id)

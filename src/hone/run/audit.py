@@ -49,11 +49,11 @@ class Audit:
     counts: Mapping[str, int]
     """Events by kind."""
     updates: int
-    """That survive."""
+    """Updates that survive."""
     undone: int
-    """That were made, and made again after a resumption."""
+    """Updates that were undone by a resumption."""
     in_flight: int
-    """Groups started and not ended; of a run that is going on, or was killed."""
+    """Groups started and not ended; of a run that is active, or was killed."""
     gaps: tuple[str, ...] = ()
     """Where records were lost, and why."""
 

@@ -82,7 +82,7 @@ async def check(
 
 
 def check_settings(config: RunConfig, findings: CheckReport) -> None:
-    """Values that the configuration allows, and with which nothing would be learnt or started here."""
+    """Values that the configuration allows, and with which nothing would be trained or started on this machine."""
     if "rl" in config.stages and config.run.steps == 0:
         findings.problems.append("run.steps: 0 updates, so stage rl would learn nothing. Nearest: 1")
     try:

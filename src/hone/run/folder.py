@@ -67,7 +67,7 @@ seen of it, or how much memory it takes, never what an update computes (beyond t
 
 _IDENTITY, _LOCK = ".identity.json", ".lock"
 _LINE_BYTES = 16 << 10
-"""More than a line of metrics has."""
+"""Upper bound of the bytes of a line of metrics."""
 
 
 class RunFolder:
@@ -81,7 +81,7 @@ class RunFolder:
         self.resumed = False
         """Whether this run continues an earlier one, perhaps without a checkpoint."""
         self.moved_aside: Path | None = None
-        """Where `fresh` put the run that was here."""
+        """Where `fresh` moved the previous run."""
         self.notes: list[str] = []
         """Messages: what was found damaged or changed, and how the run continues."""
         self._lock: int | None = None
@@ -196,7 +196,7 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: Path) -> RunFolder:
-        """The folder of an existing run, unlocked, to look at. Raises RunFolderError when there is none."""
+        """The folder of an existing run, unlocked, for reading. Raises RunFolderError when there is none."""
         if not (path / _IDENTITY).is_file() and not cls(path)._saved_run():
             raise RunFolderError(f"{path}: there is no run here. Name the run.dir that `hone train` printed.")
         return cls(path)
@@ -304,7 +304,7 @@ class RunFolder:
         return Checkpoints(self.checkpoints, 1).newest_run()
 
     def _repair(self, found: list[str]) -> None:
-        """Set aside what would be in the way of going on. Raises RunFolderError when that is where checkpoints were."""
+        """Set aside damaged files that would prevent resuming. Raises RunFolderError when the checkpoints are lost."""
         # The folder is made with the run, so it is there even before the first checkpoint.
         if not self.checkpoints.is_dir():
             are_lost = self.metrics.name in found

@@ -30,7 +30,7 @@ SANDBOX_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class MachineCheck:
-    """One thing that was looked at."""
+    """One check and its result."""
 
     what: str
     state: Literal["ok", "warning", "problem"]
@@ -169,4 +169,4 @@ def _version(package: str) -> str | None:
 
 
 CHECKS: tuple[Callable[[Path], Iterator[MachineCheck]], ...] = (_devices, _packages, _host, _disks, _network, _sandbox)
-"""Each says what a run in the folder that it is given would trip over."""
+"""Checks; each reports problems that a run in the given folder would have."""

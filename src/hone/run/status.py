@@ -23,14 +23,14 @@ from hone.run.folder import RunFolder
 from hone.runtime.replicas import State
 
 _EVENT_BYTES = 1 << 20
-"""Of the end of events.jsonl, thousands of events, are all read; of those before, only what lasts (`LASTING`)."""
+"""Bytes at the end of events.jsonl of which all events are read; before that, only those in `LASTING`."""
 LASTING = (
     "stage", "started", "replica_down", "replica_state", "trainer_up", "trainer_down", "alarm", "alarm_ended",
     "stopped",
 )  # fmt: skip
-"""Events that say something of a run long after."""
+"""Events that stay relevant long after."""
 _NUM_LINES = 200
-"""Of metrics.jsonl: what the pace is taken from."""
+"""Last lines of metrics.jsonl, which the pace is computed from."""
 _NUM_RECENT = 6
 
 PHASE_AFTER = {
@@ -60,9 +60,9 @@ class ReplicaStatus:
 
     state: State = "starting"
     version: int | None = None
-    """Of the weights that an engine holds."""
+    """Version of the weights that an engine holds."""
     why: str = ""
-    """Why it was lost last."""
+    """Why it was lost the last time."""
 
 
 @dataclass(slots=True)
@@ -76,15 +76,15 @@ class RunStatus:
     """Of the stage."""
     phase: str | None = None
     phase_s: float | None = None
-    """How long it has been at that."""
+    """How long it has been in that phase."""
     version: int | None = None
-    """Of the weights that samples are drawn from."""
+    """Version of the weights that are sampled from."""
     step_s: float | None = None
     """Seconds a step, over the last ones, with everything in between."""
     eta_s: float | None = None
     """To the end of the stage."""
     outcome: str | None = None
-    """How it ended, if it ended in order."""
+    """How it ended, if it ended normally."""
     why: str = ""
     """The error that ended it, `Class: message`."""
     ranks: int | None = None
@@ -188,7 +188,7 @@ class Diagnosis:
     last_steps: dict[str, int]
     """Stage -> last step with metrics."""
     alarms: tuple[Alarm, ...]
-    """The one to look at first in front (`doctor.watch.by_importance`)."""
+    """Most important first (`doctor.watch.by_importance`)."""
     walk: tuple[WalkAnswer, ...] = ()
     """Questions to go through if it does not learn, in order."""
 

@@ -61,7 +61,7 @@ class ModelTrial:
     proven: str = ""
     refused: str = ""
     untried: str = ""
-    """Why nothing was tried."""
+    """Why the trial was skipped."""
 
 
 async def try_model(config: RunConfig, architecture: PreTrainedConfig) -> ModelTrial:
@@ -101,13 +101,13 @@ def _key(config: RunConfig, architecture: PreTrainedConfig) -> str:
 
 @cache
 def _code_hash() -> str:
-    """Of Hone's own files: a version between releases is not a version."""
+    """Hash of Hone's own files: between releases the version number does not change."""
     files = sorted(Path(hone.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _has_own_engine(config: RunConfig) -> bool:
-    """Whether Hone's engine samples; what another one can do, it says itself when it starts."""
+    """Whether Hone's engine samples; other engines report what they support when they start."""
     return "rl" in config.stages and config.cluster.engines.name == "hone"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 ASIDE = ".new"
-"""Suffix of temporary files that a kill may leave."""
+"""Suffix of temporary files that a kill may leave behind."""
 _BLOCK_BYTES = 1 << 16
 SET_ASIDE = "set-aside"
 """Folder for damaged files of a run."""

@@ -30,7 +30,7 @@ class Instance:
 
     def __init__(self) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why it was given up."""
+        """Why the instance was given up."""
         self.calls = 0
         """In progress."""
 

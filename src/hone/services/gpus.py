@@ -24,13 +24,13 @@ from hone.errors import PlacementError, ServiceError
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The GPUs of each, as a value of CUDA_VISIBLE_DEVICES."""
+    """The GPUs of training and of each service, as values of CUDA_VISIBLE_DEVICES."""
 
     training: str | None
     """None leaves the variable as it is."""
     services: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """What differs from what the run file asks for, for people."""
+    """Differences from what the run file asks for, for people."""
 
 
 def split_devices(config: RunConfig, visible: Sequence[str]) -> Split:

@@ -27,7 +27,7 @@ class Launch:
     """Everything needed to start a service."""
 
     name: str
-    """Its own: of its log and of its state."""
+    """Name of its log and its state."""
     section: str
     """What the run file calls it; a replica has a name of its own."""
     service: ServiceSection
@@ -40,10 +40,10 @@ class Launch:
     fingerprint: str
     """Hash of what makes two services the same: command, folder, devices and model files; not the port."""
     note: str = ""
-    """On the engine in it, for people."""
+    """Notes on its engine, for people."""
     host: str = HOST
     token: str = field(default="", repr=False)
-    """What requests to it must carry."""
+    """Token that requests to it must carry."""
 
     @property
     def url(self) -> str:
@@ -106,7 +106,7 @@ class ReplicaPlace:
     section: str
     """The service in the run file."""
     sleeps: bool
-    """Others work on its devices in turn, and it gives them its memory."""
+    """It shares its devices and releases their memory while others work."""
     processes: int
     """That share the machine's cores while it works; for Hone's own engine."""
     token: str = field(repr=False)
@@ -182,7 +182,7 @@ def _replicas(service: ServiceSection) -> int:
 
 
 def engine_note(service: ServiceSection, folder: Path, replicas_in_pool: int = 1) -> str:
-    """What becomes of the engine that a service describes, for people; empty if it describes none."""
+    """How a service's `engine` section is applied, for people; empty without one."""
     engine = service.engine
     if engine is None:
         return ""

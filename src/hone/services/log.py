@@ -42,7 +42,7 @@ class Follower:
 
 
 class Excerpt:
-    """A log thinned for the console: what is rare is shown whole, of a line per request one now and then."""
+    """A log thinned for the console: rare lines are all shown, of a line per request only one now and then."""
 
     def __init__(self, path: Path) -> None:
         self._follower = Follower(path)
@@ -50,7 +50,7 @@ class Excerpt:
         self._left_out = 0
 
     def new_lines(self, now_s: float) -> list[str]:
-        """What to show of the lines that are new at a time."""
+        """Which of several new lines to show."""
         refilled = self._allowance + (now_s - self._seen_at) / EXCERPT_REFILL_S
         self._allowance, self._seen_at = min(float(EXCERPT_LINES), refilled), now_s
         shown: list[str] = []

@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 Begin = Callable[[Launch], Awaitable[ServiceProcess]]
 
 SLEEP_PATH, WAKE_PATH = "/sleep?level=1", "/wake_up"
-"""As vLLM has them, and `hone serve policy`; level 1: weights move to the host, the cache is dropped."""
+"""The routes of vLLM and `hone serve policy`; level 1: weights move to the host, the cache is dropped."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class ServiceIntervals:
     health_s: float = 2.0
     """Between two health checks of a service that is ready."""
     health_timeout_s: float = 5.0
-    """Of a health check."""
+    """Timeout of a health check."""
     progress_s: float = 10.0
     """Between two messages about a service that is not ready."""
     port_timeout_s: float = 3.0
-    """For a port that a run killed a moment ago still holds."""
+    """Wait for a port that a killed run still holds."""
     first_restart_s: float = FIRST_WAIT_S
     """Before the first restart of a service; see `Restarts`."""
     log_s: float = 0.25
-    """Between two looks into the logs."""
+    """Between two reads of the logs."""
 
 
 DEFAULT_INTERVALS = ServiceIntervals()

@@ -65,7 +65,7 @@ class Supervision:
 
 
 def supervised_by_me(run_file: Path, services: tuple[ServiceState, ...], stop_timeout_s: float) -> Supervision:
-    """What this process is to write."""
+    """The state that this process writes."""
     me = psutil.Process()
     return Supervision(me.pid, me.create_time(), str(run_file.absolute()), stop_timeout_s, services)
 
@@ -76,7 +76,7 @@ def write_state(folder: Path, supervision: Supervision) -> None:
 
 
 def read_state(folder: Path) -> Supervision | None:
-    """What stands in a folder's services.json; None when there is none, or it is not ours."""
+    """Content of a folder's services.json; None when there is none, or it is not ours."""
     try:
         found = json.loads((folder / FILE).read_text())
         services = tuple(ServiceState(**service) for service in found.pop("services"))
