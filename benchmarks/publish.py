@@ -40,7 +40,7 @@ from torch import Tensor
 from hone.model.fingerprint import byte_sum, weights_fingerprint
 from hone.weights.buckets import Header, Manifest, bucket_bytes
 from hone.weights.groups import GroupAddress
-from hone.weights.parts import Part
+from hone.weights.parts import BucketPart
 from hone.weights.publish import Published, Transport, Update, publish
 from hone.weights.receive import Receiver
 from hone.weights.routes import Routes
@@ -87,7 +87,7 @@ class Actor:
     async def begin_weights(self, update: Update) -> None:
         await self._receiver().begin(update)
 
-    async def load_weights(self, update_id: str, sender: int, header: Header, part: Part) -> None:
+    async def load_weights(self, update_id: str, sender: int, header: Header, part: BucketPart) -> None:
         await self._receiver().load(update_id, sender, header, part)
 
     async def commit_weights(self, update_id: str, sender: int, manifest: Manifest) -> str:

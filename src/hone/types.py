@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 TokenIds = NDArray[np.int32]
 """(n,) int32, read-only."""
-Experts = NDArray[np.int8 | np.int16]
+ExpertIds = NDArray[np.int8 | np.int16]
 """(n, layers, k): the k experts that each token was sent to by each layer that has experts; or `UNRECORDED`."""
 UNRECORDED = -1
 """In place of an expert: an engine has not computed the token, so the trainer routes it."""
@@ -176,9 +176,9 @@ class Sample(WithArrays):
     """Why the environment failed; the sample ends there and is not scored."""
     engine: str = ""
     """Name of the engine that drew it, of several; of a sample that met an environment, the last."""
-    routing: Experts | None = None
+    routing: ExpertIds | None = None
     """Of each token as an input of the engine, where that records it; the last one was no input."""
-    prompt_routing: Experts | None = None
+    prompt_routing: ExpertIds | None = None
     """Of the prompt's tokens; only in the first sample of a request, which stands for the others."""
 
     def __post_init__(self) -> None:
@@ -336,9 +336,9 @@ class Batch:
     """Each prompt's; empty where no prompt has any."""
     engines: tuple[str, ...] = ()
     """Names of the engines that drew it, which the column `engine_T` counts from 0; empty where they have no names."""
-    routing_T: Experts | None = None
+    routing_T: ExpertIds | None = None
     """`Sample.routing` of all samples, which forward passes of the policy and its reference replay; None: none has."""
-    prompt_routing: tuple[Experts, ...] = ()
+    prompt_routing: tuple[ExpertIds, ...] = ()
     """Each prompt's, where `routing_T` is there."""
 
     def with_column(self, name: str, value: Tensor) -> Batch:

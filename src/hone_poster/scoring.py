@@ -43,13 +43,11 @@ from rapidfuzz.process import cdist
 from scipy.optimize import linear_sum_assignment
 
 from hone.reward import Fault, Score
-from hone_poster.lint import boxes_of
+from hone_poster.lint import Array, boxes_of
 from hone_poster.parse import BadGroundTruth, NotAPoster, Poster, PosterLayer, read_ground_truth, read_solution
 from hone_poster.render import PICTURES, Rendering, render
 from hone_poster.settings import PosterSettings
 from hone_poster.visual import VisualResult
-
-Array = NDArray[np.float64]
 
 FULL_VISUAL_F1 = 0.5
 """Structure's F1 from which the visual score counts fully."""

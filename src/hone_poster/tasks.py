@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Script = Literal["latin", "cjk"]
+Alphabet = Literal["latin", "cjk"]
 
-WORDS: dict[Script, dict[str, tuple[str, ...]]] = {
+WORDS: dict[Alphabet, dict[str, tuple[str, ...]]] = {
     "latin": {
         "title": ("BIG SALE", "JAZZ NIGHT", "OPEN DAY", "OLD BOOKS", "NEW MENU", "CITY RUN", "ART WEEK", "FLEA FAIR"),
         "subtitle": ("UP TO 50% OFF", "LIVE ON STAGE", "COME AND SEE", "FREE ENTRY", "FRESH AND LOCAL", "ALL WELCOME"),
@@ -62,7 +62,7 @@ def make_task(
     index: int,
     *,
     canvas: tuple[int, int] = (900, 1200),
-    script: Script = "latin",
+    script: Alphabet = "latin",
     styled: bool = True,
     jitter: int = 2,
     compositions: Sequence[str] = tuple(COMPOSITIONS),

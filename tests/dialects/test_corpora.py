@@ -14,7 +14,7 @@ from hone.config.load import load_config
 from hone.data.chat import character_tokenizer
 from hone.dialects.reading import read_foreign
 from hone.dialects.translate import Imported, translate
-from hone.dialects.verdict import Kind
+from hone.dialects.verdict import VerdictKind
 from hone.dialects.writing import run_file_of
 
 SHARES = {"verl": 0.75, "openrlhf": 1.0, "trl": 0.9, "mindspeed": 0.6}
@@ -40,7 +40,7 @@ def test_every_key_has_one_verdict(imported, tool):
         missing = [name for name in names if name not in found]
         assert not missing, (command["path"], missing)
         assert max(found.values()) == 1
-        assert {line.verdict.kind for line in one.lines} <= set(get_args(Kind))
+        assert {line.verdict.kind for line in one.lines} <= set(get_args(VerdictKind))
         assert all(line.verdict.note for line in one.gaps)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hone.observe.events import KINDS
 from hone.run.audit import RULES
-from hone.runtime.replicas import State
+from hone.runtime.replicas import ReplicaState
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs" / "recovery.md").read_text("utf-8")
@@ -33,4 +33,4 @@ def test_every_rule_has_its_row():
 
 def test_the_picture_has_every_state_of_a_replica():
     picture = PAGE.partition("## States of a replica")[2].split("```")[1]
-    assert {*get_args(State)} <= set(re.findall(r"[a-z]+", picture))
+    assert {*get_args(ReplicaState)} <= set(re.findall(r"[a-z]+", picture))

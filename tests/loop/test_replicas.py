@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from fakes import run_virtually
 
-from hone.runtime.replicas import Instance, ReplicaLost, Replicas, State
+from hone.runtime.replicas import Instance, ReplicaLost, Replicas, ReplicaState
 
 RECOVERY = Path(__file__).parents[2] / "docs" / "recovery.md"
 
@@ -141,4 +141,4 @@ def test_one_that_is_lost_as_soon_as_it_is_up_and_closed_while_it_restarts_is_en
 
 def test_the_picture_has_every_state():
     picture = RECOVERY.read_text().split("## States of a replica")[1].split("```")[1]
-    assert all(state in picture for state in get_args(State))
+    assert all(state in picture for state in get_args(ReplicaState))

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from hone.observe import console
 from hone.observe.console import LiveView, PlainView, QuietView, open_view
-from hone.observe.console_figures import State, bars, duration, engine_memory, number, plain_line, render
+from hone.observe.console_figures import ConsoleState, bars, duration, engine_memory, number, plain_line, render
 
 STEP = {
     "rollout/reward_mean": 0.4123,
@@ -94,7 +94,7 @@ def drawn(state, messages=(), **options):
 
 
 def test_the_live_view_shows_every_headline(clock):
-    state = State("my run", 40)
+    state = ConsoleState("my run", 40)
     state.begin("rl", 40)
     for step in range(1, 11):
         state.update("rl", step, {**STEP, "rollout/reward_mean": step / 10})
@@ -122,7 +122,7 @@ def test_the_live_view_shows_every_headline(clock):
 
 
 def test_engines_on_accelerators_show_their_memory():
-    state = State("run", 10)
+    state = ConsoleState("run", 10)
     device = {"memory/engine-0_device_used_gib": 41.25, "memory/engine-0_device_total_gib": 79.6}
     cache = {"memory/engine-0_cache_tokens": 71.0, "memory/engine-0_cache_room_tokens": 100.0}
     other = {name.replace("-0", "-1"): value for name, value in (device | cache).items()}
@@ -161,7 +161,7 @@ def test_a_group_with_its_rewards_stands_above_the_progress(clock):
 
 
 def test_no_color_is_respected(monkeypatch):
-    state = State("t", 1)
+    state = ConsoleState("t", 1)
     state.update("rl", 1, STEP)
     assert "\x1b[3" in drawn(state, color_system="standard")
     monkeypatch.setenv("NO_COLOR", "1")

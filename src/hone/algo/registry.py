@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Entry(Generic[Function]):
+class Entry(Generic[FunctionT]):
     """A named choice. Shown to people as `formula` and `paper`; refused by `check` where `needs` cannot be met."""
 
-    function: Function
+    function: FunctionT
     formula: str
     paper: str = ""
     needs: frozenset[str] = frozenset()

@@ -15,7 +15,7 @@ from hone.assemble.models import stage_weights
 from hone.assemble.sampling import held_out_evaluation, make_rewards, sampling_of, with_environment
 from hone.assemble.workers import Backend, Workers
 from hone.config.derived import component_name, correction, longest_tokens, samples_per_update
-from hone.config.run import Stage
+from hone.config.run import StageName
 from hone.data.order import RowOrder
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts
@@ -167,7 +167,7 @@ def answers_of(job: Job) -> Answers | None:
     return Answers(encode, tokenizer.vocab_size, text, config.rollout.max_response_tokens)
 
 
-def begin_stage(job: Job, stage: Stage, saved: SavedCheckpoint | None, predict: Predict | None = None) -> Progress:
+def begin_stage(job: Job, stage: StageName, saved: SavedCheckpoint | None, predict: Predict | None = None) -> Progress:
     """Where a stage starts: at its first step, or where `saved` was taken. From here its memory is watched over."""
     progress = saved.progress if saved else Progress(stage=stage)
     job.memory.ladder.begin(progress, predict)

@@ -40,7 +40,7 @@ from hone.assemble.workers import Backend, LocalBackend
 from hone.cluster.ray import environment_for_ray
 from hone.config.derived import unused_services
 from hone.config.load import Loaded
-from hone.config.run import Stage
+from hone.config.run import StageName
 from hone.config.topology import judge_services, topology_lines
 from hone.data.chat import Tokenizer, load_tokenizer
 from hone.data.prompts import load_prompts
@@ -265,7 +265,7 @@ async def run_stages_on(job: Job, backend: Backend, saved: SavedCheckpoint | Non
             job.observer.say(f"final weights: {job.folder.hf}")
 
 
-async def run_stage(job: Job, backend: Backend, stage: Stage, saved: SavedCheckpoint | None) -> None:
+async def run_stage(job: Job, backend: Backend, stage: StageName, saved: SavedCheckpoint | None) -> None:
     """One stage, from its beginning or from a checkpoint of it; again from the newest when its trainer is lost."""
     once = {"sft": sft_once, "reward_model": learn_preferences_once, "rl": optimise_once}[stage]
 

@@ -151,20 +151,20 @@ def _unit(unit: str) -> str:
 # ---- derived quantities
 
 
-Value = int | bool | str | None
+DerivedValue = int | bool | str | None
 
 
-def _of(compute: Callable[[Topology], Value]) -> Callable[[RunConfig], Value]:
+def _of(compute: Callable[[Topology], DerivedValue]) -> Callable[[RunConfig], DerivedValue]:
     """A quantity of the topology; None where there is no cluster, or its size is only known when it is looked at."""
 
-    def value(config: RunConfig) -> Value:
+    def value(config: RunConfig) -> DerivedValue:
         topology = known_topology(config)
         return None if topology is None else compute(topology)
 
     return value
 
 
-def _transport(config: RunConfig) -> Value:
+def _transport(config: RunConfig) -> DerivedValue:
     return likely_transport(config, topology_of(config)) if config.cluster.backend == "ray" else None
 
 
@@ -209,7 +209,7 @@ class Derived:
     unit: str
     formula: str
     keys: tuple[str, ...]
-    compute: Callable[[RunConfig], Value]
+    compute: Callable[[RunConfig], DerivedValue]
 
 
 _P, _G, _PASSES = "train.prompts_per_step", "rollout.group_size", "train.passes_per_batch"

@@ -38,7 +38,7 @@ POLICY_EXAMPLES = examples(
     "hone serve policy Qwen/Qwen3-0.6B --precision bfloat16 --max-concurrent 32",
 )
 
-Host = Annotated[str | None, typer.Option(help="Address to listen on; other than loopback needs a token.")]
+HostOption = Annotated[str | None, typer.Option(help="Address to listen on; other than loopback needs a token.")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one.")]
 TokenEnv = Annotated[str | None, typer.Option(help="Environment variable with accepted bearer tokens.")]
 TokenFile = Annotated[
@@ -56,7 +56,7 @@ DrainTimeout = Annotated[float | None, typer.Option(help="Time for requests in f
 def reward(
     file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="A run file, or a file with a reward section.")],
     overrides: Overrides = None,
-    host: Host = None,
+    host: HostOption = None,
     port: Port = None,
     token_env: TokenEnv = None,
     token_file: TokenFile = None,
@@ -128,7 +128,7 @@ def policy(
     model: Annotated[
         str, typer.Argument(metavar="MODEL_OR_RUN", help="Model directory, hub name, or a run's folder or file.")
     ],
-    host: Host = None,
+    host: HostOption = None,
     port: Port = None,
     token_env: TokenEnv = None,
     token_file: TokenFile = None,

@@ -36,7 +36,7 @@ from hone.train.tensor_files import FileFacts, HostCopies
 from hone.types import Sample
 from hone.weights.buckets import Header, Manifest
 from hone.weights.groups import GroupAddress
-from hone.weights.parts import Part
+from hone.weights.parts import BucketPart
 from hone.weights.publish import Published, Transport, Update, publish
 from hone.weights.receive import Arriving, Receiver
 from hone.weights.transports import RayPeer, TransportName, make_transport
@@ -103,7 +103,7 @@ class TakesWeights:
     async def begin_weights(self, update: Update) -> None:
         await self.receiver.begin(update)
 
-    async def load_weights(self, update_id: str, sender: int, header: Header, part: Part) -> None:
+    async def load_weights(self, update_id: str, sender: int, header: Header, part: BucketPart) -> None:
         await self.receiver.load(update_id, sender, header, part)
 
     async def commit_weights(self, update_id: str, sender: int, manifest: Manifest) -> str:
@@ -299,7 +299,7 @@ def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:
         pass
 
 
-News = tuple[int, Sample | HoneError | None]
+SampleNews = tuple[int, Sample | HoneError | None]
 """A request's number, and a finished sample, its error, or None when it is done."""
 
 
@@ -310,7 +310,7 @@ class EngineActor(TakesWeights):
         end_with_ray()
         self._engine: Engine | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._news: list[News] = []
+        self._news: list[SampleNews] = []
         self._is_news, self._is_idle = asyncio.Event(), asyncio.Event()
 
     @ray.method(concurrency_group=HEARTBEAT)
@@ -330,7 +330,7 @@ class EngineActor(TakesWeights):
             task.add_done_callback(partial(self._end, number))
         self._is_idle.clear()
 
-    async def take(self) -> Sequence[News]:
+    async def take(self) -> Sequence[SampleNews]:
         """News since the last call; waits up to `BEAT_S` for some, then `GATHER_S` for more while requests run."""
         try:
             async with asyncio.timeout(BEAT_S):

@@ -407,7 +407,7 @@ class GateSection(Section):
     three times what was measured then. A known cause (temperature, shift, other prompts or weights) stops the run."""
 
 
-Stage = Literal["sft", "reward_model", "rl"]
+StageName = Literal["sft", "reward_model", "rl"]
 
 
 class RunConfig(Section):
@@ -415,7 +415,7 @@ class RunConfig(Section):
 
     seed: int = key(0, ge=0)
     """Random seed; no random choice depends on arrival order."""
-    stages: tuple[Stage, ...] = key(("rl",), min_length=1)
+    stages: tuple[StageName, ...] = key(("rl",), min_length=1)
     """Stages in order: `sft` supervised fine-tuning, `rl` reinforcement learning, `reward_model` (last) preferences."""
     run: RunSection = key(RunSection())
     model: ModelSection = key(...)

@@ -355,10 +355,10 @@ def divided_tower(model_type: str, cluster: ClusterSection) -> str:
     return ""
 
 
-Transport = Literal["ray", "group", "ipc"]
+TransportKind = Literal["ray", "group", "ipc"]
 
 
-def transport_of(config: RunConfig, topology: Topology, *, on_gpu: bool) -> Transport:
+def transport_of(config: RunConfig, topology: Topology, *, on_gpu: bool) -> TransportKind:
     """What the run uses: the fastest way where trainer and engines are, unless the run file says another.
 
     On CPUs a broadcast is slower than the object store, which engines of one machine read in place: docs/publishing.md.
@@ -371,7 +371,7 @@ def transport_of(config: RunConfig, topology: Topology, *, on_gpu: bool) -> Tran
     return "ipc" if topology.colocated else "group"
 
 
-def in_words(transport: Transport, *, on_gpu: bool) -> str:
+def in_words(transport: TransportKind, *, on_gpu: bool) -> str:
     """A transport, for people."""
     broadcast = "a broadcast (NCCL)" if on_gpu else "a broadcast (gloo)"
     return {"ray": "Ray's object store", "group": broadcast, "ipc": "the memory of their GPU (CUDA IPC)"}[transport]

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 T = TypeVar("T")
-Say = Callable[[str], None]
-"""Shows one line to the user."""
 Write = Callable[[Any], Mapping[str, Any]]
 """Writes an Arrow file to a sink that `pyarrow.ipc.new_file` takes; returns notes to keep beside it, as JSON."""
 
@@ -67,7 +65,7 @@ class DataCache:
 
     def __init__(
         self,
-        say: Say = on_stderr,
+        say: Callable[[str], None] = on_stderr,
         *,
         small_bytes: int = 1 << 20,
         noted_bytes: int = 1 << 20,
@@ -204,14 +202,14 @@ def _mapped(path: Path) -> pyarrow.RecordBatchFileReader:
     return pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
 
 
-def _checksum(path: Path, say: Say) -> int:
+def _checksum(path: Path, say: Callable[[str], None]) -> int:
     crc = 0
     for chunk in _chunks(path, "checking", say):
         crc = zlib.crc32(chunk, crc)
     return crc
 
 
-def _chunks(path: Path, doing: str, say: Say) -> Iterator[bytes]:
+def _chunks(path: Path, doing: str, say: Callable[[str], None]) -> Iterator[bytes]:
     """The bytes of a file. Raises OSError."""
     progress = LoadProgress(f"{doing} {path}", say, total=path.stat().st_size >> 20, unit="MiB")
     with path.open("rb") as file:

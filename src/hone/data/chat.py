@@ -32,7 +32,7 @@ from hone.data.pictures import PictureTokens, processor_files
 from hone.errors import DataError, first_line
 from hone.sizes import CHARACTER_SPECIALS
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 """{"role": ..., "content": ...}"""
 
 PAD, EOS = CHARACTER_SPECIALS
@@ -142,7 +142,7 @@ class Tokenizer:
         """Text with special tokens, for people."""
         return self.hf.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Message], template_args: Mapping[str, Any] = MappingProxyType({})) -> str:
+    def render(self, messages: Sequence[ChatMessage], template_args: Mapping[str, Any] = MappingProxyType({})) -> str:
         """Messages rendered by the chat template, with the generation prompt.
 
         Args:

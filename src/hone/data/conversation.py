@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from hone.data.chat import Message, TemplateRefusal, alphabet_of, check_characters, rendering
+from hone.data.chat import ChatMessage, TemplateRefusal, alphabet_of, check_characters, rendering
 from hone.errors import DataError
 
-Form = Literal["chat", "text"]
+RowForm = Literal["chat", "text"]
 
 
 class UnreadableConversation(DataError):
@@ -34,7 +34,7 @@ class ConversationReader:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, form: Form, *, clock: Mapping[str, Any] = MappingProxyType({})
+        self, tokenizer: PreTrainedTokenizerFast, form: RowForm, *, clock: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
         if form == "chat" and tokenizer.chat_template is None:
             raise DataError(
@@ -44,7 +44,7 @@ class ConversationReader:
         self.tokenizer, self.form, self._clock = tokenizer, form, clock
         self._alphabet = alphabet_of(tokenizer)
 
-    def read(self, question: str | Sequence[Message], answer: str | Sequence[Message]) -> list[int]:
+    def read(self, question: str | Sequence[ChatMessage], answer: str | Sequence[ChatMessage]) -> list[int]:
         """Token ids of one conversation, never empty.
 
         Args:
@@ -71,7 +71,7 @@ class ConversationReader:
             raise UnreadableConversation("the conversation is empty")
         return ids
 
-    def _chat_text(self, question: str | Sequence[Message], answer: str | Sequence[Message]) -> str:
+    def _chat_text(self, question: str | Sequence[ChatMessage], answer: str | Sequence[ChatMessage]) -> str:
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
         if isinstance(answer, str):
             messages.append({"role": "assistant", "content": answer})

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import hone
 from hone.config.derived import section_of, source_weights
 from hone.config.run import DataSection
-from hone.data.cache import DataCache, Say, key_of
+from hone.data.cache import DataCache, key_of
 from hone.data.order import RowOrder, SourceRange
 from hone.data.render import Malformed, as_text, column
 from hone.data.report import LoadProgress, LoadReport, Tally
@@ -30,7 +30,7 @@ from hone.data.rows import FORMAT, SourceRows, open_rows
 from hone.data.sources import BadRow, DataSource, SourceRow
 from hone.errors import DataError
 
-Item = TypeVar("Item")
+ItemT = TypeVar("ItemT")
 READ_TOGETHER = 1024
 """Rows that the first pass tokenises together."""
 MADE_TOGETHER = 64
@@ -58,7 +58,7 @@ class Facts(NamedTuple):
     """Unsigned 64-bit hash; equal for what is the same to the model."""
 
 
-class RowReading(ABC, Generic[Item]):
+class RowReading(ABC, Generic[ItemT]):
     """What rows become."""
 
     def id_column(self, row: SourceRow) -> str | None:
@@ -70,25 +70,25 @@ class RowReading(ABC, Generic[Item]):
         """What decides it, tokenizer included; of kinds that JSON can hold."""
 
     @abstractmethod
-    def read(self, rows: Sequence[SourceRow]) -> list[Item | Malformed]:
+    def read(self, rows: Sequence[SourceRow]) -> list[ItemT | Malformed]:
         """An item for each row, or what is wrong with it."""
 
     @abstractmethod
-    def facts(self, item: Item, row: SourceRow) -> Facts:
+    def facts(self, item: ItemT, row: SourceRow) -> Facts:
         """What the index keeps of an item that `read` made of a row."""
 
     @abstractmethod
     def is_repeatable(self) -> bool:
         """Whether the rows read so far would become the same in another process and at another time."""
 
-    def finished(self, item: Item, row: SourceRow, place: int, repeat: int) -> Item:
+    def finished(self, item: ItemT, row: SourceRow, place: int, repeat: int) -> ItemT:
         """The item of a row as it is in the sequence: at `place`, and the `repeat`-th (from 1) with the same id."""
         return item
 
 
 def reading_of(
-    source: DataSource, data: DataSection, make: Callable[[DataSection], RowReading[Item]]
-) -> RowReading[Item]:
+    source: DataSource, data: DataSection, make: Callable[[DataSection], RowReading[ItemT]]
+) -> RowReading[ItemT]:
     """What the rows of all sources become.
 
     Args:
@@ -101,14 +101,14 @@ def reading_of(
     return _ReadingBySource([*map(make, distinct)], [distinct.index(section) for section in sections])
 
 
-class _ReadingBySource(RowReading[Item]):
+class _ReadingBySource(RowReading[ItemT]):
     """Rows of sources with columns or templates of their own."""
 
-    def __init__(self, readings: Sequence[RowReading[Item]], of_source: Sequence[int]) -> None:
+    def __init__(self, readings: Sequence[RowReading[ItemT]], of_source: Sequence[int]) -> None:
         """`of_source`: for each source the number of its reading."""
         self._readings, self._of_source = readings, of_source
 
-    def _of(self, row: SourceRow) -> RowReading[Item]:
+    def _of(self, row: SourceRow) -> RowReading[ItemT]:
         return self._readings[self._of_source[row.source_number]]
 
     def id_column(self, row: SourceRow) -> str | None:
@@ -118,24 +118,24 @@ class _ReadingBySource(RowReading[Item]):
     def settings(self) -> Mapping[str, Any]:
         return {"readings": [dict(one.settings) for one in self._readings], "of_source": self._of_source}
 
-    def read(self, rows: Sequence[SourceRow]) -> list[Item | Malformed]:
-        found: dict[int, Item | Malformed] = {}
+    def read(self, rows: Sequence[SourceRow]) -> list[ItemT | Malformed]:
+        found: dict[int, ItemT | Malformed] = {}
         for reading in self._readings:
             own = [number for number, row in enumerate(rows) if self._of(row) is reading]
             found |= zip(own, reading.read([rows[number] for number in own]), strict=True)
         return [found[number] for number in range(len(rows))]
 
-    def facts(self, item: Item, row: SourceRow) -> Facts:
+    def facts(self, item: ItemT, row: SourceRow) -> Facts:
         return self._of(row).facts(item, row)
 
-    def finished(self, item: Item, row: SourceRow, place: int, repeat: int) -> Item:
+    def finished(self, item: ItemT, row: SourceRow, place: int, repeat: int) -> ItemT:
         return self._of(row).finished(item, row, place, repeat)
 
     def is_repeatable(self) -> bool:
         return all(reading.is_repeatable() for reading in self._readings)
 
 
-class LazyRows(Sequence[Item], Generic[Item]):
+class LazyRows(Sequence[ItemT], Generic[ItemT]):
     """The kept rows of a source, in its order.
 
     Attributes:
@@ -148,7 +148,7 @@ class LazyRows(Sequence[Item], Generic[Item]):
     """
 
     def __init__(
-        self, rows: SourceRows, reading: RowReading[Item], columns: Mapping[str, NDArray[Any]], report: LoadReport
+        self, rows: SourceRows, reading: RowReading[ItemT], columns: Mapping[str, NDArray[Any]], report: LoadReport
     ) -> None:
         self._rows, self._reading, self.report = rows, reading, report
         self._row, self._id, self._repeat = columns["row"], columns["id"], columns["repeat"]
@@ -161,19 +161,19 @@ class LazyRows(Sequence[Item], Generic[Item]):
         return len(self._row)
 
     @overload
-    def __getitem__(self, place: int) -> Item: ...
+    def __getitem__(self, place: int) -> ItemT: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Item]: ...
+    def __getitem__(self, place: slice) -> list[ItemT]: ...
 
-    def __getitem__(self, place: int | slice) -> Item | list[Item]:
+    def __getitem__(self, place: int | slice) -> ItemT | list[ItemT]:
         if isinstance(place, slice):
             return self.at(range(*place.indices(len(self))))
         if not -len(self) <= place < len(self):
             raise IndexError(place)
         return self.at([place % len(self)])[0]
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[ItemT]:
         for start in range(0, len(self), MADE_TOGETHER):
             yield from self.at(range(start, min(start + MADE_TOGETHER, len(self))))
 
@@ -190,7 +190,7 @@ class LazyRows(Sequence[Item], Generic[Item]):
         """File and line of the row at a place."""
         return self._rows.where(int(self._row[place]))
 
-    def at(self, places: Sequence[int]) -> list[Item]:
+    def at(self, places: Sequence[int]) -> list[ItemT]:
         """The items at these places.
 
         Raises:
@@ -200,7 +200,7 @@ class LazyRows(Sequence[Item], Generic[Item]):
         found = self._rows.read(self._row[chosen].tolist())
         rows = [row for row in found if isinstance(row, SourceRow)]
         assert len(rows) == len(found), "rows of an index could be read"
-        items: list[Item] = []
+        items: list[ItemT] = []
         for place, row, item in zip(places, rows, self._reading.read(rows), strict=True):
             if isinstance(item, Malformed):
                 raise changed(row, f"{item.field}: {item}")
@@ -222,13 +222,13 @@ def load_lazily(
     source: DataSource,
     data: DataSection,
     folder: Path,
-    reading: RowReading[Item],
+    reading: RowReading[ItemT],
     *,
     max_tokens: int,
     cache: DataCache,
     order_column: str | None = None,
     sample: SampleSize | None = None,
-) -> LazyRows[Item]:
+) -> LazyRows[ItemT]:
     """Read a source once, unless that has been done before.
 
     Args:
@@ -285,10 +285,10 @@ def _sample_of(rows: SourceRows, sample: SampleSize) -> Sequence[int]:
 def _index(
     rows: SourceRows,
     chosen: Sequence[int],
-    reading: RowReading[Item],
+    reading: RowReading[ItemT],
     tally: Tally,
     order_column: str | None,
-    say: Say,
+    say: Callable[[str], None],
 ) -> dict[str, NDArray[Any]]:
     """The columns of an index, from a pass over the chosen rows. Raises DataError for one that may not be skipped."""
     kept, tokens, ids, contents, values = array("q"), array("i"), array("Q"), array("Q"), array("d")
@@ -331,7 +331,7 @@ def _index(
     return columns if order_column is None else columns | {"value": np.asarray(values)}
 
 
-def or_problem(make: Callable[..., Item], *args: Any) -> Item | Malformed:
+def or_problem(make: Callable[..., ItemT], *args: Any) -> ItemT | Malformed:
     """What a function makes of a row, or what is wrong with the row."""
     try:
         return make(*args)

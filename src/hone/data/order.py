@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hone.errors import DataError
 from hone.types import read_only
 
-Rows = NDArray[np.int64]
+RowNumbers = NDArray[np.int64]
 WEIGHT_UNITS = 1 << 30
 """The sum of the weights as integers: products with a position fit into 64 bits."""
 REVISIT = 4
@@ -89,7 +89,7 @@ class RowOrder:
         """Positions of an epoch: as many as rows that are used."""
         return sum(map(len, self._streams))
 
-    def at(self, start: int, stop: int) -> Rows:
+    def at(self, start: int, stop: int) -> RowNumbers:
         """(stop - start,) places of the rows at these positions."""
         if len(self._streams) == 1:
             return self._starts[0] + self._streams[0].at(start, stop)
@@ -137,7 +137,7 @@ class RowOrder:
             first, stop, reached = (first, middle, before) if source < middle else (middle, stop, reached - before)
         return reached
 
-    def _divided(self, positions: Rows) -> tuple[Rows, Rows]:
+    def _divided(self, positions: RowNumbers) -> tuple[RowNumbers, RowNumbers]:
         """The source of each position, and the position in that source's own stream."""
         source, own = np.zeros(len(positions), np.int64), positions.copy()
 
@@ -155,7 +155,7 @@ class RowOrder:
         divide(np.arange(len(positions)), 0, len(self._units))
         return source, own
 
-    def _before(self, positions: Rows, first: int, middle: int, stop: int) -> Rows:
+    def _before(self, positions: RowNumbers, first: int, middle: int, stop: int) -> RowNumbers:
         """Of the positions of sources first..stop, how many before each belong to sources first..middle: their share,
         rounded, from an offset that the seed decides."""
         left, both = sum(self._units[first:middle]), sum(self._units[first:stop])
@@ -173,7 +173,7 @@ class _Epochs:
     def __len__(self) -> int:
         return self._size
 
-    def at(self, start: int, stop: int) -> Rows:
+    def at(self, start: int, stop: int) -> RowNumbers:
         pieces: list[NDArray[Any]] = []
         while start < stop:
             epoch, first = divmod(start, self._size)
@@ -218,7 +218,7 @@ class _PassRateRounds:
     def __len__(self) -> int:
         return len(self.known)
 
-    def at(self, start: int, stop: int) -> Rows:
+    def at(self, start: int, stop: int) -> RowNumbers:
         pieces: list[NDArray[Any]] = []
         while start < stop:
             while not self._open or self._open[-1].stop <= start:

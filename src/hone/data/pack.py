@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hone.errors import DataError
 from hone.ragged import Ints, ends_of, ranges, starts_of
-from hone.types import UNRECORDED, Batch, Experts, Group, Picture, Sample, Score, Totals
+from hone.types import UNRECORDED, Batch, ExpertIds, Group, Picture, Sample, Score, Totals
 
 TOKENS_AT_ONCE = 1 << 20
 
@@ -151,7 +151,7 @@ def _turn_rewards(samples: Sequence[Sample], lengths: Ints) -> torch.Tensor:
     return torch.from_numpy(reward_T)
 
 
-def unrecorded(num_tokens: int, like: Experts) -> Experts:
+def unrecorded(num_tokens: int, like: ExpertIds) -> ExpertIds:
     """Routing of `num_tokens` tokens that no engine has computed."""
     return np.full((num_tokens, *like.shape[1:]), UNRECORDED, like.dtype)
 

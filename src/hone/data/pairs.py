@@ -11,12 +11,12 @@ import numpy as np
 
 from hone.config.run import DataSection, PreferenceSection
 from hone.data.cache import DEFAULT_CACHE, DataCache
-from hone.data.chat import Message, Tokenizer
+from hone.data.chat import ChatMessage, Tokenizer
 from hone.data.conversation import ConversationReader, UnreadableConversation
 from hone.data.lazy import Facts, LazyRows, RowReading, SampleSize, load_lazily, or_problem, reading_of
 from hone.data.prompts import hash_of, row_settings
 from hone.data.render import Malformed, Renderer, as_text, column
-from hone.data.sources import Part, SourceRow, source_of
+from hone.data.sources import DataPart, SourceRow, source_of
 
 
 class PreferencePair(NamedTuple):
@@ -35,7 +35,7 @@ def load_pairs(
     folder: Path,
     *,
     max_tokens: int,
-    part: Part = "train",
+    part: DataPart = "train",
     cache: DataCache = DEFAULT_CACHE,
     sample: SampleSize | None = None,
 ) -> LazyRows[PreferencePair]:
@@ -92,7 +92,7 @@ class _PairReading(RowReading[PreferencePair]):
             raise Malformed(names[1], f"is the same as {names[0]}: such a pair prefers nothing")
         return PreferencePair(chosen, rejected, self.margin(values))
 
-    def conversation(self, question: str | list[Message], values: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    def conversation(self, question: str | list[ChatMessage], values: Mapping[str, Any], name: str) -> tuple[int, ...]:
         value = column(values, name)
         if not self.data.chat:
             answer = as_text(value, name)

@@ -25,7 +25,7 @@ from hone.data.lazy import Facts, LazyRows, RowReading, SampleSize, load_lazily,
 from hone.data.order import RowOrder
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.render import Malformed, Renderer, as_text, column
-from hone.data.sources import Part, SourceRow, sft_source, source_of
+from hone.data.sources import DataPart, SourceRow, sft_source, source_of
 from hone.errors import DataError
 from hone.types import Picture, Prompt, TokenIds, read_only
 
@@ -84,7 +84,7 @@ def load_prompts(
     folder: Path,
     *,
     seed: int,
-    part: Part = "train",
+    part: DataPart = "train",
     cache: DataCache = DEFAULT_CACHE,
     sample: SampleSize | None = None,
 ) -> PromptStream:

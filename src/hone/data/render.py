@@ -17,7 +17,7 @@ import numpy as np
 
 from hone.config.rules.data import flat
 from hone.config.run import DataSection
-from hone.data.chat import Message, TemplateRefusal, Tokenizer
+from hone.data.chat import ChatMessage, TemplateRefusal, Tokenizer
 from hone.data.picture_processors import PictureProcessor
 from hone.data.pictures import BrokenPicture, source_of_picture
 from hone.errors import DataError, nearest
@@ -85,7 +85,7 @@ def _parts(content: Any, field: str) -> list[dict[str, Any]]:
     return found
 
 
-def _plain(message: Message) -> Message:
+def _plain(message: ChatMessage) -> ChatMessage:
     """The message with its content as text, if that is all it has: some templates take nothing else."""
     content = message["content"]
     is_text = all(part["type"] == "text" for part in content)
@@ -135,7 +135,7 @@ class Rendered(NamedTuple):
 
     text: str
     """With one picture token for each picture."""
-    messages: tuple[Message, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
     """What `text` renders, with `data.chat`."""
     answer: str | None = None
     """The removed assistant turn, with `data.last_turn: answer`."""
@@ -176,7 +176,7 @@ class Renderer:
         except TemplateRefusal as error:
             raise Malformed(name, str(error)) from error
 
-    def _without_answer(self, messages: list[Message]) -> tuple[list[Message], str | None]:
+    def _without_answer(self, messages: list[ChatMessage]) -> tuple[list[ChatMessage], str | None]:
         """The messages of a prompt, and the answer after them with `data.last_turn: answer`."""
         name, takes_answer = self.data.prompt_column, self.data.last_turn == "answer"
         ends_in_answer = messages[-1]["role"] == "assistant"
@@ -207,8 +207,8 @@ class Renderer:
         return PictureProcessor.of(self.tokenizer.processor, most_pixels=self.data.max_image_pixels)
 
     def with_pictures(
-        self, messages: list[Message], values: Mapping[str, Any], columns: Sequence[str], name: str | None = None
-    ) -> tuple[list[Message], tuple[Picture, ...]]:
+        self, messages: list[ChatMessage], values: Mapping[str, Any], columns: Sequence[str], name: str | None = None
+    ) -> tuple[list[ChatMessage], tuple[Picture, ...]]:
         """The messages with a part `{"type": "image"}` for each picture, and the pictures in their order.
 
         Args:
@@ -264,7 +264,7 @@ class Renderer:
             return []
         return [source for source in sources if isinstance(source, Path)]
 
-    def messages(self, value: Any, name: str | None = None, *, may_show: bool = False) -> list[Message]:
+    def messages(self, value: Any, name: str | None = None, *, may_show: bool = False) -> list[ChatMessage]:
         """Text as one user message, or the row's own messages; the system message first unless they bring one.
 
         Args:

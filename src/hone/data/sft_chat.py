@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hone.config.run import DataSection, SftSection
 from hone.data.cache import DEFAULT_CACHE, DataCache
-from hone.data.chat import Message, TemplateRefusal, Tokenizer, UnknownCharacter, rendering
+from hone.data.chat import ChatMessage, TemplateRefusal, Tokenizer, UnknownCharacter, rendering
 from hone.data.lazy import Facts, LazyRows, RowReading, SampleSize, load_lazily, or_problem, reading_of
 from hone.data.pictures import BrokenPicture, with_picture_tokens
 from hone.data.prompts import SftRow, content_of, row_settings
@@ -105,7 +105,7 @@ class _ChatReading(RowReading[SftRow]):
 
 def segments_of(
     tokenizer: Tokenizer,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     field: str = "messages",
     *,
     clock: Mapping[str, Any] = MappingProxyType({}),
@@ -180,7 +180,7 @@ def tokenised(
 
 
 def _marked(
-    tokenizer: Tokenizer, template: str, messages: Sequence[Message], clock: Mapping[str, Any]
+    tokenizer: Tokenizer, template: str, messages: Sequence[ChatMessage], clock: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
     names: Any = tokenizer.hf.special_tokens_map
     rendered: Any = render_jinja_template(
@@ -197,7 +197,7 @@ def _marked(
 
 
 def _appended(
-    tokenizer: Tokenizer, messages: Sequence[Message], clock: Mapping[str, Any]
+    tokenizer: Tokenizer, messages: Sequence[ChatMessage], clock: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
     """Each turn of the assistant's is what rendering one message more adds behind the opening of the answer."""
 

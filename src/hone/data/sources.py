@@ -22,7 +22,7 @@ from hone.config.run import DataSection, SftSection
 from hone.config.source import SourceSection
 from hone.errors import DataError, first_line
 
-Part = Literal["train", "eval"]
+DataPart = Literal["train", "eval"]
 
 BATCH_ROWS = 8192
 """Rows that are read from a Parquet file, or kept in a cache, together."""
@@ -95,7 +95,7 @@ class DataSource(NamedTuple):
         return ", ".join(source.path for source in self.sources)
 
 
-def source_of(data: DataSection, part: Part, *, lacking: str) -> DataSource:
+def source_of(data: DataSection, part: DataPart, *, lacking: str) -> DataSource:
     """Raises DataError, with `lacking` as the consequence, when the run file names no source for this part."""
     if part == "train":
         return DataSource(data.train, data.train_split, data.train_rows)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hone.dialects.values import truth
-from hone.dialects.verdict import ForeignJob, KeyVerdict, Kind, Read, Row, nothing, put, refused
+from hone.dialects.verdict import ForeignJob, KeyVerdict, ReadKey, Row, VerdictKind, nothing, put, refused
 
 OFF = (None, False, 0, "", "none")
-Condition = Callable[[ForeignJob], Any]
+JobCondition = Callable[[ForeignJob], Any]
 
 
 def automatic(why: str) -> Row:
@@ -20,7 +20,7 @@ def placement(why: str = "placement and memory: `hone plan` says what is needed 
     return Row("placement", (), lambda job, value: KeyVerdict("placement", {}, why), why)
 
 
-def missing(why: str, *about: str, off: tuple[Any, ...] = OFF, kind: Kind = "refused") -> Row:
+def missing(why: str, *about: str, off: tuple[Any, ...] = OFF, kind: VerdictKind = "refused") -> Row:
     """Refused unless the value says that it is off."""
 
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -37,7 +37,7 @@ def rewritten(what: str, *about: str, off: tuple[Any, ...] = OFF) -> Row:
     return missing(what, *about, off=off, kind="hole")
 
 
-def to(key: str, convert: Callable[[Any], Any], note: str = "", kind: Kind = "mapped") -> Row:
+def to(key: str, convert: Callable[[Any], Any], note: str = "", kind: VerdictKind = "mapped") -> Row:
     """One key of ours, whose value depends on nothing else. None, here or after `convert`, sets nothing."""
 
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -62,17 +62,17 @@ def table(choices: Mapping[str, Any], *about: str, nearest: str = "") -> Row:
     return by(read, *about)
 
 
-def by(read: Read, *about: str, note: str = "", kind: Kind = "mapped") -> Row:
+def by(read: ReadKey, *about: str, note: str = "", kind: VerdictKind = "mapped") -> Row:
     """A row that looks at other keys; `read` gets plain data."""
     return Row(kind, about, lambda job, value: read(job, job.plain(value)), note)
 
 
-def when(condition: Condition, why: str, row: Row) -> Row:
+def when(condition: JobCondition, why: str, row: Row) -> Row:
     """A row that only counts under a condition; `why` says what holds otherwise."""
     return Row(row.kind, row.to, lambda job, v: row.read(job, v) if condition(job) else nothing(why), row.note)
 
 
-def where(key: str, *values: Any, other: Any = None) -> Condition:
+def where(key: str, *values: Any, other: Any = None) -> JobCondition:
     """The condition that a key has one of these values, or with none of them that it is true."""
     return lambda job: job.get(key, other) in values if values else truth(job.get(key, other) or False)
 

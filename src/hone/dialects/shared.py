@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hone.config.rules.rules import MAX_NAME
-from hone.dialects.rows import Condition, by, to, when
+from hone.dialects.rows import JobCondition, by, to, when
 from hone.dialects.values import names, number, positive, text, truth, whole, zero_if_off
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, UnknownValue, default, nothing, placed, put, refused
 
@@ -124,7 +124,7 @@ def cut(key: str, off: float, *others: float) -> Row:
     return by(read, key)
 
 
-def adapter(has: Condition) -> Callable[..., Row]:
+def adapter(has: JobCondition) -> Callable[..., Row]:
     """Maker of rows of a LoRA adapter, for jobs that have one."""
     return lambda key, convert, why="no adapter": when(has, why, to(f"lora.{key}", convert))
 
@@ -148,7 +148,7 @@ def pictures() -> Row:
     return to("data.image_columns", lambda value: names(value) or None, "for models that see pictures")
 
 
-def tower(sees: Condition, has_adapter: Condition) -> Row:
+def tower(sees: JobCondition, has_adapter: JobCondition) -> Row:
     """Whether a vision tower is frozen, which is the default here and not elsewhere."""
 
     def read(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -195,7 +195,7 @@ def slice_of_rows(key: str) -> Row:
     return to(key, lambda value: f"0:{positive(value)}" if positive(value) else None, "a slice of the rows")
 
 
-def critic_rows(uses_critic: Condition, rows: dict[str, Row]) -> dict[str, Row]:
+def critic_rows(uses_critic: JobCondition, rows: dict[str, Row]) -> dict[str, Row]:
     return {name: when(uses_critic, NO_CRITIC, row) for name, row in rows.items()}
 
 

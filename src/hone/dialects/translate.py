@@ -17,7 +17,7 @@ from hone.dialects.verdict import (
     ForeignJob,
     KeyVerdict,
     Row,
-    Rows,
+    RowTable,
     UnknownValue,
     nothing,
     put,
@@ -278,7 +278,7 @@ def _unknown(job: ForeignJob, dialect: Dialect, written: str) -> KeyVerdict:
     return refused(f"no such key in the table{hint}. Find its meaning and set it by hand")
 
 
-def find_row(rows: Rows, name: str) -> Row | None:
+def find_row(rows: RowTable, name: str) -> Row | None:
     """The row of a key: by its name, else the most specific pattern."""
     if row := rows.get(name):
         return row

@@ -10,11 +10,11 @@ from typing import Any, Literal
 from hone.dialects.foreign import ForeignRun, holes_in, shown
 from hone.dialects.values import plain_value
 
-Kind = Literal["mapped", "default", "automatic", "placement", "refused", "hole", "secret"]
+VerdictKind = Literal["mapped", "default", "automatic", "placement", "refused", "hole", "secret"]
 """default: not in the foreign file, and written into ours because the tools' defaults differ. automatic: nothing to set
 here. placement: devices, memory or speed, never the algorithm. secret: left out."""
 
-GAPS: tuple[Kind, ...] = ("refused", "hole")
+GAPS: tuple[VerdictKind, ...] = ("refused", "hole")
 HOLE = "???"
 """Value of a required key that is not known."""
 
@@ -23,7 +23,7 @@ HOLE = "???"
 class KeyVerdict:
     """What becomes of one foreign key."""
 
-    kind: Kind
+    kind: VerdictKind
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Our keys with their values."""
     note: str = ""
@@ -112,7 +112,7 @@ class ForeignJob:
         return plain_value(text)
 
 
-Read = Callable[[ForeignJob, Any], KeyVerdict]
+ReadKey = Callable[[ForeignJob, Any], KeyVerdict]
 """A value as written -> its verdict."""
 
 
@@ -120,16 +120,16 @@ Read = Callable[[ForeignJob, Any], KeyVerdict]
 class Row:
     """One row of a table."""
 
-    kind: Kind
+    kind: VerdictKind
     """What the key usually becomes."""
     to: tuple[str, ...]
     """Our keys that it is about; none where nothing is set."""
-    read: Read
+    read: ReadKey
     note: str = ""
     """For the page: change of unit, or why."""
 
 
-Rows = Mapping[str, Row]
+RowTable = Mapping[str, Row]
 """Foreign key -> row. A key may end with `*`, or have it in place of one part."""
 
 
@@ -137,7 +137,7 @@ Rows = Mapping[str, Row]
 class Dialect:
     """How one tool's commands are translated."""
 
-    rows: Rows
+    rows: RowTable
     written: tuple[str, ...]
     """Keys whose default matters when they are not given, in the order of the report."""
     program: Callable[[ForeignRun], str | None]

@@ -14,7 +14,7 @@ from hone.config.render import inline
 from hone.config.yaml_tree import read_yaml
 from hone.dialects.foreign import shown
 from hone.dialects.translate import Imported, Line, default_of
-from hone.dialects.verdict import GAPS, HOLE, Kind
+from hone.dialects.verdict import GAPS, HOLE, VerdictKind
 
 _ORDER = (
     "run",
@@ -227,8 +227,8 @@ def _flow(value: Any) -> str:
     return inline(value)
 
 
-_KINDS: tuple[Kind, ...] = ("refused", "hole", "mapped", "default", "placement", "automatic", "secret")
-_TITLES: dict[Kind, str] = {
+_KINDS: tuple[VerdictKind, ...] = ("refused", "hole", "mapped", "default", "placement", "automatic", "secret")
+_TITLES: dict[VerdictKind, str] = {
     "refused": "refused: not in Hone",
     "hole": "holes: not known without running the script",
     "mapped": "mapped",

@@ -15,11 +15,11 @@ from hone.doctor.watch import is_read
 
 BASELINE_LINES = 2 * BASELINE[1]
 """Of a stage, from its first one: more than a baseline is of, for metrics that are logged late."""
-Range = tuple[float | None, float | None]
+HealthyRange = tuple[float | None, float | None]
 """Lowest and highest healthy value; None: no bound."""
 
 
-def healthy_ranges(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Range]]:
+def healthy_ranges(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, HealthyRange]]:
     """Stage -> metric -> its range, where several rules bound a metric the narrowest.
 
     Args:
@@ -36,7 +36,7 @@ def healthy_ranges(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Ra
     return {stage: _ranges(tuple(names[stage]), history) for stage, history in histories.items()}
 
 
-def _ranges(names: tuple[str, ...], history: History) -> dict[str, Range]:
+def _ranges(names: tuple[str, ...], history: History) -> dict[str, HealthyRange]:
     found: dict[str, tuple[float, float]] = {}
     for limit in (limit for rule in RULES for limit in rule.when.limits):
         for name in filter(name_regex(limit.metric).fullmatch, names):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from hone.config.run import Stage
+from hone.config.run import StageName
 from hone.errors import RunFolderError
 from hone.memory.gauges import MIB
 from hone.memory.rungs import Change
@@ -21,7 +21,7 @@ from hone.plan.ledger import PHASES, Moment, gib, percent
 from hone.runtime.files import write_whole
 
 FILE, FORMAT = "memory.json", 1
-STAGES = get_args(Stage)
+STAGES = get_args(StageName)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from torch import Tensor
 from hone.model.tiling import AttentionBlock, Tiling, TokenPlaces, place
 from hone.ragged import Ints, ranges, starts_of
 from hone.sizes import round_size
-from hone.types import UNRECORDED, Experts, Picture, TokenIds
+from hone.types import UNRECORDED, ExpertIds, Picture, TokenIds
 
 
 def filled(values: Ints) -> Ints:
@@ -78,7 +78,7 @@ class Layout:
     grid_position_3X: Tensor | None = None
     """(3, X) where there are pictures: positions in time, height and width; see `grid_positions`."""
     routing_X: Tensor | None = None
-    """(X, layers, k) integers: experts that tokens are sent to; see `types.Experts`. None: routers choose."""
+    """(X, layers, k) integers: experts that tokens are sent to; see `types.ExpertIds`. None: routers choose."""
 
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
@@ -156,7 +156,7 @@ class Layout:
         token_ids_T: Ints | Tensor,
         device: torch.device | str = "cpu",
         pictures: Sequence[Sequence[Picture]] = (),
-        routing: tuple[Experts, Sequence[Experts]] | None = None,
+        routing: tuple[ExpertIds, Sequence[ExpertIds]] | None = None,
     ) -> Layout:
         """As `build`, from flat arrays: the (S,) response lengths and their (T,) tokens in sample order; the pictures
         of each prompt, if there are any; and the experts of these tokens and of each prompt's, if they are to be

@@ -38,7 +38,7 @@ from hone.sizes import QUERY_ROWS
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Part = slice | Tensor
+ChunkPlaces = slice | Tensor
 """Places in a chunk."""
 
 
@@ -47,8 +47,8 @@ class RingCall:
     """One call of a kernel: some queries of this rank's chunk with some keys of a chunk."""
 
     ragged: RaggedCall
-    queries: Part
-    keys: Part
+    queries: ChunkPlaces
+    keys: ChunkPlaces
 
 
 def ring_attention(layout: Layout, group: ProcessGroup) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
@@ -264,11 +264,11 @@ class _Shift:
         return self._out
 
 
-def _columns(x: Tensor, part: Part) -> Tensor:
+def _columns(x: Tensor, part: ChunkPlaces) -> Tensor:
     return x[:, part].contiguous()
 
 
-def _add(total: Tensor, part: Part, x: Tensor) -> None:
+def _add(total: Tensor, part: ChunkPlaces, x: Tensor) -> None:
     """Each place comes once, so the order of the sums is fixed."""
     if isinstance(part, slice):
         total[part] += x

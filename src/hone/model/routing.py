@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from hone.errors import DataError
 from hone.sizes import ONE_BYTE_EXPERTS
-from hone.types import UNRECORDED, Experts
+from hone.types import UNRECORDED, ExpertIds
 
 
 class Routing:
@@ -81,7 +81,7 @@ class Routing:
         self._replayed_NLK = experts_NLK
 
     @contextmanager
-    def recording(self) -> Iterator[Callable[[], Experts]]:
+    def recording(self) -> Iterator[Callable[[], ExpertIds]]:
         """Inside, routers choose for themselves. The function that is yielded gives the choices of the newest forward
         pass: (tokens, layers, experts of a token) on the host."""
         self._replayed_NLK, self._recorded = None, {}
@@ -90,7 +90,7 @@ class Routing:
         finally:
             self._recorded = None
 
-    def _take(self) -> Experts:
+    def _take(self) -> ExpertIds:
         assert self._recorded is not None, "only inside of `recording`"
         missing = self.num_layers - len(self._recorded)
         if missing:

@@ -42,7 +42,7 @@ RING, HEADS = "ring", "heads"
 
 
 @dataclass(frozen=True)
-class Part:
+class SequencePart:
     """What one rank computes of a layout."""
 
     token_ids_X: Tensor
@@ -69,10 +69,10 @@ class SequenceGroup:
     def __init__(self, group: ProcessGroup | None = None, rings: DeviceMesh | None = None) -> None:
         self.group, self.rings = group, rings
 
-    def part_of(self, layout: Layout) -> Part:
+    def part_of(self, layout: Layout) -> SequencePart:
         """What this rank computes; all ranks have the same layout."""
         if self.group is None:
-            return Part(
+            return SequencePart(
                 layout.token_ids_X,
                 layout.position_X,
                 shared_prompt_attention(layout),
@@ -99,7 +99,7 @@ class SequenceGroup:
             attend, heads = ring_attention(layout, self.rings[RING].get_group()), self.rings[HEADS]
             if heads.size() > 1:
                 attend = _exchanging(attend, heads.get_group())
-        return Part(
+        return SequencePart(
             layout.token_ids_X[own],
             layout.position_X[own],
             attend,
@@ -136,7 +136,7 @@ def _with_filler(layout: Layout, multiple: int) -> Layout:
 def _dealing(
     owner_U: Ints, place_U: Ints, device: torch.device, group: ProcessGroup
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """`Part.needed_W` and `Part.dealt`: which rank has which hidden state, and which is to make logits of it.
+    """`SequencePart.needed_W` and `.dealt`: which rank has which hidden state, and which is to make logits of it.
 
     Args:
         owner_U, place_U: the rank that computes what predicts each response token, and where among its own.

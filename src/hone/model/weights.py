@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hone.errors import DataError
 
-Read = Callable[[], Iterator[tuple[str, Tensor]]]
+ReadTensors = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Contents:
     `train/weight_map.py`. A copy of a model has the same contents as the model.
     """
 
-    read: Read
+    read: ReadTensors
     """One at a time, on the CPU, in any dtype; of a file no more is read than is looked at."""
     is_made_whole: bool = False
     """Whether reading needs the whole model in memory: one process should read and broadcast."""
 
-    def with_more(self, read: Read) -> Contents:
+    def with_more(self, read: ReadTensors) -> Contents:
         """The same, and others behind them."""
         return Contents(partial(_one_after_another, self.read, read), self.is_made_whole)
 
@@ -37,7 +37,7 @@ class Contents:
         return self
 
 
-def _one_after_another(*reads: Read) -> Iterator[tuple[str, Tensor]]:
+def _one_after_another(*reads: ReadTensors) -> Iterator[tuple[str, Tensor]]:
     return chain.from_iterable(read() for read in reads)
 
 

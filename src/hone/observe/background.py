@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 PATIENCE_S = 10.0
 
-Job = Callable[[], None]
+Task = Callable[[], None]
 
 
 class Background:
@@ -27,7 +27,7 @@ class Background:
             warn: called when jobs are not done in time, and when they are done again.
             patience_s: how long a call waits for the disk or network.
         """
-        self._jobs: queue.Queue[Job | None] = queue.Queue(capacity)
+        self._jobs: queue.Queue[Task | None] = queue.Queue(capacity)
         self._warn = warn
         self.patience_s = patience_s
         self._is_stalled = False
@@ -36,7 +36,7 @@ class Background:
         self._thread = threading.Thread(target=self._run, name="hone-observe", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, *, bulk: bool = False) -> None:
+    def submit(self, job: Task, *, bulk: bool = False) -> None:
         """Queue a job, or drop it where the one that is being done stalls. Raises what an earlier job raised.
 
         Args:

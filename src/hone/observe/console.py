@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from hone.observe.console_figures import State, plain_line, render, spread
+from hone.observe.console_figures import ConsoleState, plain_line, render, spread
 from hone.types import Group
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class PlainView:
     """One line of text at most every `PLAIN_INTERVAL_S`; the first and the last figures always show."""
 
     def __init__(self, title: str, total_steps: int, stream: TextIO) -> None:
-        self._state, self._stream = State(title, total_steps), stream
+        self._state, self._stream = ConsoleState(title, total_steps), stream
         self._lock = threading.Lock()
         self._shown_at = -math.inf
         self._pending = False
@@ -162,7 +162,7 @@ class LiveView:
     """The full view, redrawn at most `REFRESHES_PER_S` times a second by rich's own thread."""
 
     def __init__(self, title: str, total_steps: int, console: RichConsole) -> None:
-        self._state = State(title, total_steps)
+        self._state = ConsoleState(title, total_steps)
         self._lock = threading.Lock()
         self._messages: deque[Text] = deque(maxlen=NUM_MESSAGES)
         self._final: list[Text] = []

@@ -58,7 +58,7 @@ PLAIN_LABELS = {
 }
 
 
-class State:
+class ConsoleState:
     """Current state of a run: latest value of each metric, history for charts, speed."""
 
     def __init__(self, title: str, total_steps: int) -> None:
@@ -105,7 +105,7 @@ class State:
         return max(0, self.total_steps - last) * (now - then) / (last - first)
 
 
-def plain_line(state: State) -> str:
+def plain_line(state: ConsoleState) -> str:
     """`rl 120/300  reward 0.412  acc 0.398  len 3.5  kl 0.012  tok/s 12.4k  ETA 0:41`, present metrics only."""
     shown = [f"{label} {number(state.values[name])}" for name, label in PLAIN_LABELS.items() if name in state.values]
     if memory := engine_memory(state.values):
@@ -132,7 +132,7 @@ def engine_memory(values: Mapping[str, float]) -> dict[str, tuple[float, str]]:
     return found
 
 
-def render(state: State, messages: list[Text], *, width: int) -> Panel:
+def render(state: ConsoleState, messages: list[Text], *, width: int) -> Panel:
     """The live view as one renderable, of the height its content needs."""
     inner = min(width, MAX_WIDTH) - 4
     parts = [_charts(state, inner), Text(), _figures(state)]
@@ -148,7 +148,7 @@ def render(state: State, messages: list[Text], *, width: int) -> Panel:
     return Panel(Stack(*parts), title=title, title_align="left", border_style="dim", padding=(0, 1), width=inner + 4)
 
 
-def _progress(state: State, width: int) -> Table:
+def _progress(state: ConsoleState, width: int) -> Table:
     done = state.step / max(1, state.total_steps)
     left = "" if state.remaining_s is None else f"{duration(state.remaining_s)} left"
     bar_width = max(10, width - 46)
@@ -163,7 +163,7 @@ def _progress(state: State, width: int) -> Table:
     return row
 
 
-def _charts(state: State, width: int) -> Table:
+def _charts(state: ConsoleState, width: int) -> Table:
     """A line of bars per headline series, scaled to its own range."""
     grid = Table.grid(padding=(0, 2))
     for name in CHARTED:
@@ -179,7 +179,7 @@ def _charts(state: State, width: int) -> Table:
     return grid
 
 
-def _figures(state: State) -> Table:
+def _figures(state: ConsoleState) -> Table:
     """The other current values, three to a row."""
     shown = [name for name in HEADLINE if name in state.values and name not in state.history]
     grid = Table.grid(padding=(0, 2))
@@ -194,7 +194,7 @@ def _figures(state: State) -> Table:
     return grid
 
 
-def _time_split(state: State, width: int) -> list[Text]:
+def _time_split(state: ConsoleState, width: int) -> list[Text]:
     """One bar of the last step's seconds by phase, and its legend."""
     seconds = {phase: state.step_times.get(f"time/{phase}_s", 0.0) for phase in PHASES}
     if not any(seconds.values()):

@@ -27,8 +27,8 @@ from hone.observe.console import LogView, View, open_view
 from hone.observe.events import FILE, EventLog
 from hone.observe.metrics import find_metric
 from hone.observe.recorder import FiguresOf, Recorder
-from hone.observe.report import Picture, RunSummary, write_report
-from hone.observe.sinks import MetricsFile, Row, TensorBoard, table_rows
+from hone.observe.report import ReadPicture, RunSummary, write_report
+from hone.observe.sinks import MetricsFile, SampleRow, TensorBoard, table_rows
 from hone.observe.trace import Event, Spans, Timeline, TraceFile
 from hone.observe.trackers import Labels, open_trackers
 from hone.runtime.files import sync
@@ -57,7 +57,7 @@ class Observer:
         total_steps: int,
         resume: Position | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
-        picture: Picture | None = None,
+        picture: ReadPicture | None = None,
         callbacks: Sequence[OnMetrics] = (),
         metadata: Mapping[str, Any] | None = None,
         patience_s: float = PATIENCE_S,
@@ -324,7 +324,7 @@ class Observer:
             tracker.write(stage, step, line)
         self._write_trace(events)
 
-    def _write_table(self, stage: str, step: int, rows: Sequence[Row], unix_s: float) -> None:
+    def _write_table(self, stage: str, step: int, rows: Sequence[SampleRow], unix_s: float) -> None:
         self._to_tensorboard(stage, step, lambda board: board.write_samples(stage, step, rows, unix_s))
         for tracker in self._trackers:
             tracker.write_samples(stage, step, rows)

@@ -225,7 +225,7 @@ class RecordedSample(WithArrays):
         object.__setattr__(self, "prompt_token_ids", read_only(self.prompt_token_ids, np.int32))
 
 
-Rewards = Sequence[float | None]
+GroupRewards = Sequence[float | None]
 """Of the samples of a recorded group; None where one has none."""
 
 
@@ -234,7 +234,7 @@ def read_samples(
     step: int,
     stage: str = "rl",
     *,
-    chosen: Callable[[Sequence[Rewards]], Sequence[int]] | None = None,
+    chosen: Callable[[Sequence[GroupRewards]], Sequence[int]] | None = None,
 ) -> list[RecordedSample]:
     """The samples recorded at one step, in the order they were trained on; empty when none were.
 

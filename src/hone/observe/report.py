@@ -25,7 +25,7 @@ from hone.doctor.watch import by_importance, watch_lines
 from hone.observe.events import FILE, events_of
 from hone.observe.metrics import PHASES, find_metric
 from hone.observe.page import page
-from hone.observe.recorder import RecordedSample, Rewards, is_whole, read_samples, recorded_steps, samples_file
+from hone.observe.recorder import GroupRewards, RecordedSample, is_whole, read_samples, recorded_steps, samples_file
 from hone.observe.sinks import some_metric_lines
 from hone.observe.thumbnails import read_thumbnails
 from hone.observe.trackers import Labels
@@ -101,12 +101,12 @@ class RunSummary:
         write_whole(folder / SUMMARY, json.dumps(asdict(self), indent=1))
 
 
-Picture = Callable[[str, Any], bytes | None]
+ReadPicture = Callable[[str, Any], bytes | None]
 """Draws a response, given its text and the row's answer, as PNG bytes; None where there is nothing to draw."""
 
 
 def write_report(
-    run_folder: Path, *, decode: Callable[[Sequence[int]], str] | None = None, picture: Picture | None = None
+    run_folder: Path, *, decode: Callable[[Sequence[int]], str] | None = None, picture: ReadPicture | None = None
 ) -> Path:
     """Write report.html from what the run's folder holds, finished or not. Returns its path.
 
@@ -125,7 +125,7 @@ def report_data(
     run_folder: Path,
     *,
     decode: Callable[[Sequence[int]], str] | None = None,
-    picture: Picture | None = None,
+    picture: ReadPicture | None = None,
     max_lines: int | None = MAX_LINES,
 ) -> dict[str, Any]:
     """What the page of a run shows, as JSON values.
@@ -195,7 +195,7 @@ def choose_samples(run_folder: Path) -> list[RecordedSample]:
 def step_samples(run_folder: Path, stage: str, step: int, most: int = MAX_SAMPLES) -> list[RecordedSample]:
     """Whole groups of a step, at most `most` samples; those with signal come first."""
 
-    def chosen(groups: Sequence[Rewards]) -> list[int]:
+    def chosen(groups: Sequence[GroupRewards]) -> list[int]:
         telling = [place for place, rewards in enumerate(groups) if has_signal(rewards)]
         silent = [place for place, rewards in enumerate(groups) if not has_signal(rewards)]
         room = max(1, most // max(map(len, groups), default=1))
@@ -205,7 +205,7 @@ def step_samples(run_folder: Path, stage: str, step: int, most: int = MAX_SAMPLE
     return read_samples(run_folder, step, stage, chosen=chosen)[:most]
 
 
-def has_signal(rewards: Rewards) -> bool:
+def has_signal(rewards: GroupRewards) -> bool:
     """Whether the samples of a group differ in reward, so that something can be learnt from it."""
     return len({reward for reward in rewards if reward is not None}) > 1
 
@@ -394,7 +394,7 @@ def _pieces(
     return pieces
 
 
-def _pictures(run_folder: Path, samples: Sequence[RecordedSample], picture: Picture | None) -> dict[str, str]:
+def _pictures(run_folder: Path, samples: Sequence[RecordedSample], picture: ReadPicture | None) -> dict[str, str]:
     """Place of a sample -> its picture as base64 text; empty without a renderer."""
     kept = run_folder / "samples" / "pictures.json"
     if picture is None:

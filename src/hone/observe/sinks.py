@@ -28,10 +28,10 @@ COLUMNS = ("prompt", "response", "reward", "advantage", "answer", "finish")
 MAX_TEXT = 4000
 """Characters of one cell."""
 
-Row = tuple[str, str, float | None, float | None, str, str]
+SampleRow = tuple[str, str, float | None, float | None, str, str]
 
 
-def table_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float]], most: int) -> list[Row]:
+def table_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float]], most: int) -> list[SampleRow]:
     """Rows in the order of `COLUMNS`, of at most `most` samples, evenly over all of them.
 
     Args:
@@ -43,7 +43,7 @@ def table_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float]], m
         for place, advantage in enumerate(of_group)
     ]
     count = min(most, len(every))
-    rows: list[Row] = []
+    rows: list[SampleRow] = []
     for number in range(count):
         group, place, advantage = every[number * len(every) // count]
         sample, answer = group.samples[place], group.prompt.answer
@@ -196,7 +196,7 @@ class TensorBoard:
         summary = summary_pb2.Summary(value=points)
         self._put(stage, event_pb2.Event(wall_time=unix_s, step=step, summary=summary))
 
-    def write_samples(self, stage: str, step: int, rows: Sequence[Row], unix_s: float) -> None:
+    def write_samples(self, stage: str, step: int, rows: Sequence[SampleRow], unix_s: float) -> None:
         """Samples of a step, as a table of the Text page."""
         event_pb2, summary_pb2 = _protocol_buffers()
         tensor_pb2, tensor_shape_pb2, types_pb2 = _tensor_buffers()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from hone.config.run import ObserveSection
 from hone.errors import ConfigError, HoneError
-from hone.observe.sinks import COLUMNS, Row
+from hone.observe.sinks import COLUMNS, SampleRow
 from hone.runtime.files import write_whole
 
 MLFLOW_BATCH = 100
@@ -40,7 +40,7 @@ class Tracker(Protocol):
     """One run at a tracker."""
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None: ...
-    def write_samples(self, stage: str, step: int, rows: Sequence[Row]) -> None:
+    def write_samples(self, stage: str, step: int, rows: Sequence[SampleRow]) -> None:
         """Show samples of a step as a table."""
         ...
 
@@ -133,7 +133,7 @@ class Wandb:
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "stage": stage, "step": step})
 
-    def write_samples(self, stage: str, step: int, rows: Sequence[Row]) -> None:
+    def write_samples(self, stage: str, step: int, rows: Sequence[SampleRow]) -> None:
         import wandb
 
         table = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
@@ -166,7 +166,7 @@ class SwanLab:
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log(_by_stage(stage, values), step=step)
 
-    def write_samples(self, stage: str, step: int, rows: Sequence[Row]) -> None:
+    def write_samples(self, stage: str, step: int, rows: Sequence[SampleRow]) -> None:
         import swanlab  # pyright: ignore[reportMissingImports]
 
         shown = [["" if cell is None else cell for cell in row] for row in rows]
@@ -199,7 +199,7 @@ class Trackio:
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log(_by_stage(stage, values), step=step)
 
-    def write_samples(self, stage: str, step: int, rows: Sequence[Row]) -> None:
+    def write_samples(self, stage: str, step: int, rows: Sequence[SampleRow]) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
         table = trackio.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
@@ -242,7 +242,7 @@ class MLflow:
             raise HoneError(f"observe.mlflow = {project!r}: MLflow at {uri} cannot be used: {error}") from error
         write_whole(known, self._id)
 
-    def write_samples(self, stage: str, step: int, rows: Sequence[Row]) -> None:
+    def write_samples(self, stage: str, step: int, rows: Sequence[SampleRow]) -> None:
         columns = {name: [row[place] for row in rows] for place, name in enumerate(COLUMNS)}
         self._client.log_table(self._id, columns, f"samples/{stage}/step-{step:06d}.json")
 

@@ -27,7 +27,7 @@ SCORE_BYTES = {(4, False): 4, (4, True): 8, (2, False): 6, (2, True): 12}
 """Bytes of attention's workspace per score, by bytes per number and whether it goes backward: scores and their gradient
 in float32, and for bfloat16 their copies, and the gradient as it was before."""
 
-Implementation = Literal["hone", "transformers"]
+ForwardKind = Literal["hone", "transformers"]
 Loss = Literal["chunked", "naive"]
 
 CAPPED_SCORE_BYTES = 8
@@ -49,7 +49,7 @@ class Pass:
     """One microbatch of one model on one device."""
 
     architecture: Architecture
-    implementation: Implementation
+    implementation: ForwardKind
     bytes_each: int
     tokens: int
     """Tokens computed on this device, each prompt once for its samples."""

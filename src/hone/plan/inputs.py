@@ -11,7 +11,7 @@ from hone.config.engine import REWARD_MODEL_BATCH_TOKENS
 from hone.config.run import RunConfig
 from hone.config.section import Section
 from hone.config.topology import Topology, judge_services, judges_pool, topology_of
-from hone.plan.activations import Implementation, Pass
+from hone.plan.activations import ForwardKind, Pass
 from hone.plan.architecture import Architecture
 from hone.plan.families import architecture_from
 from hone.plan.hardware import Hardware
@@ -93,13 +93,13 @@ def resolve(config: RunConfig, hardware: Hardware, workload: Workload, folder: P
     )
 
 
-def implementation_of(inputs: Inputs) -> Implementation:
+def implementation_of(inputs: Inputs) -> ForwardKind:
     """Which code runs the policy."""
     wanted = inputs.config.model.implementation
     return automatic_implementation(inputs.architecture) if wanted == "auto" else wanted
 
 
-def automatic_implementation(architecture: Architecture) -> Implementation:
+def automatic_implementation(architecture: Architecture) -> ForwardKind:
     """Which code runs a model where no key says it."""
     return "hone" if architecture.model_type in OWN_FAMILIES else "transformers"
 

@@ -16,7 +16,7 @@ CALLED_PAST = ("out_proj",)
 """Layers of a state space whose weight a kernel may read past the layer, so that no adapter is beside one; the families
 are in `model.lora.NEVER_CALLED`."""
 
-Kind = Literal["delta rule", "convolution", "state space"]
+StateKind = Literal["delta rule", "convolution", "state space"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ EARLIER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 class StateLayer:
     """One layer's part with states."""
 
-    kind: Kind
+    kind: StateKind
     linear: tuple[tuple[str, int, int], ...]
     """Name, inputs and outputs of its linear layers, by their Hugging Face names."""
     others: int

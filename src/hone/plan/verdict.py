@@ -11,7 +11,7 @@ from hone.config.render import inline
 from hone.plan.inputs import Inputs, changed, room_of
 from hone.plan.ledger import Ledger, Moment, gib, percent
 
-Level = Literal["fits", "tight", "does not fit"]
+FitLevel = Literal["fits", "tight", "does not fit"]
 
 TIGHT_FRAC = 0.06
 """Head-room below this share of a device is tight: fragmentation and what a plan cannot see need about as much."""
@@ -23,7 +23,7 @@ SMALL_FRAC = 0.03
 class Verdict:
     """Whether a plan can run, and why not."""
 
-    level: Level
+    level: FitLevel
     sentence: str
     problems: tuple[str, ...] = ()
     """What is impossible whatever the peak: an engine without room for its cache, a division that leaves a rest."""
@@ -43,7 +43,7 @@ def tightest(ledgers: Sequence[Ledger]) -> Ledger:
     return min(ledgers, key=lambda ledger: ledger.headroom_bytes / ledger.capacity_bytes)
 
 
-def level_of(ledger: Ledger) -> Level:
+def level_of(ledger: Ledger) -> FitLevel:
     if ledger.headroom_bytes < 0:
         return "does not fit"
     return "tight" if ledger.headroom_bytes < TIGHT_FRAC * ledger.capacity_bytes else "fits"

@@ -25,7 +25,7 @@ from hone.rollout.env import Episode, episode_seed
 from hone.rollout.env_pool import EnvironmentFault, EnvironmentPool, EpisodeHandle
 from hone.runtime.processes import together
 from hone.runtime.user_code import describe
-from hone.types import UNRECORDED, Experts, FinishReason, Sample, TokenIds, Turn, VersionSpan
+from hone.types import UNRECORDED, ExpertIds, FinishReason, Sample, TokenIds, Turn, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,8 +138,8 @@ class SampleBuilder:
         self._turns: list[Turn] = []
         self._finish_reason: FinishReason = "stop"
         self._fault = ""
-        self._routing: Experts | None = None
-        self._prompt_routing: Experts | None = None
+        self._routing: ExpertIds | None = None
+        self._prompt_routing: ExpertIds | None = None
         self.append_turn(first_turn)
 
     def append_turn(self, sampled: Sample) -> None:

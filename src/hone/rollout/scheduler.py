@@ -20,7 +20,7 @@ from hone.rollout.rows import NOTHING, RowJob, Rows
 from hone.rollout.sampling import on_host, sample
 from hone.rollout.stepper import Stepper, closing_moves
 from hone.rollout.upload import upload
-from hone.types import Experts, Sample
+from hone.types import ExpertIds, Sample
 
 
 class Scheduler:
@@ -254,7 +254,7 @@ class Scheduler:
                 del self._jobs[job]
                 self._complete.append(job)
 
-    def _routing(self, row: int, job: RowJob, length: int) -> tuple[Experts | None, Experts | None]:
+    def _routing(self, row: int, job: RowJob, length: int) -> tuple[ExpertIds | None, ExpertIds | None]:
         """See `Sample`; of a row that has sampled `length` tokens, the last one just now."""
         found = self._stepper.routing(row)
         if found is None:

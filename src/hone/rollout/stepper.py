@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from hone.rollout.engine import CacheUse
-from hone.types import Experts, Picture, TokenIds
+from hone.types import ExpertIds, Picture, TokenIds
 
 
 class Admission(Protocol):
@@ -69,7 +69,7 @@ class Stepper(Protocol):
         """Append one token to every live row; returns (B, V) logits of the next."""
         ...
 
-    def routing(self, row: int) -> tuple[Experts, Experts] | None:
+    def routing(self, row: int) -> tuple[ExpertIds, ExpertIds] | None:
         """Experts of a row's prompt, and of the tokens that were appended to it; None where they are not recorded."""
         ...
 

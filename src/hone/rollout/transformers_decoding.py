@@ -33,7 +33,7 @@ from hone.model.vision import with_pictures
 from hone.plan.kv_cache import LEAST_COLUMNS, CacheRoom, columns_for
 from hone.rollout.engine import CacheUse
 from hone.rollout.upload import upload
-from hone.types import Experts, Picture, TokenIds
+from hone.types import ExpertIds, Picture, TokenIds
 
 FIRST_COLUMNS = 64
 """Tokens of a row that there is room for at first; then twice as many."""
@@ -148,7 +148,7 @@ class TransformersStepper:
         if self._routing is not None:
             self._routing.move(target, source, count)
 
-    def routing(self, row: int) -> tuple[Experts, Experts] | None:
+    def routing(self, row: int) -> tuple[ExpertIds, ExpertIds] | None:
         return None if self._routing is None else self._routing.of(row)
 
     def advance(self, token_ids_B: np.ndarray) -> Tensor:
@@ -200,7 +200,7 @@ class TransformersStepper:
         self._padding_B = np.zeros(0, np.int64)  # tokens in front of each row's prompt, on the host
         self._position_B = torch.zeros(0, dtype=torch.int64)  # of the next token; pictures take fewer than they have
         self._routing: RowRouting | None = None
-        self._experts_NLK: Experts | None = None  # of all tokens of the newest pass
+        self._experts_NLK: ExpertIds | None = None  # of all tokens of the newest pass
 
 
 class RowRouting:
@@ -211,12 +211,12 @@ class RowRouting:
         like: any routing of the model.
     """
 
-    def __init__(self, prompt_B: list[Experts], like: Experts) -> None:
+    def __init__(self, prompt_B: list[ExpertIds], like: ExpertIds) -> None:
         self._prompt_B = prompt_B
         self._num_tokens = 0
         self._own_CBLK = np.zeros((FIRST_COLUMNS, len(prompt_B), *like.shape[1:]), like.dtype)
 
-    def append(self, experts_BLK: Experts) -> None:
+    def append(self, experts_BLK: ExpertIds) -> None:
         """One token more of every row."""
         columns = len(self._own_CBLK)
         if self._num_tokens == columns:
@@ -231,7 +231,7 @@ class RowRouting:
             self._prompt_B[to] = self._prompt_B[origin]
         del self._prompt_B[count:]
 
-    def of(self, row: int) -> tuple[Experts, Experts]:
+    def of(self, row: int) -> tuple[ExpertIds, ExpertIds]:
         """See `Stepper.routing`; the first is shared, the second a copy."""
         return self._prompt_B[row], self._own_CBLK[: self._num_tokens, row].copy()
 

@@ -31,7 +31,7 @@ from hone.model.routing import record_dtype
 from hone.model.towers import TOWERS
 from hone.rollout.engine import CacheUse, Decode, OnSample, OnToken, Request, Token, stop_window, text_up_to_stop
 from hone.rollout.sampling import request_key, sample_seed
-from hone.types import Experts, Prompt, Sample, version_spans
+from hone.types import ExpertIds, Prompt, Sample, version_spans
 
 
 class VllmPictures:
@@ -208,7 +208,7 @@ class VllmRouting:
         self._layers: list[int] = llm.collective_rpc("hone_expert_layers")[0]
         self._dtype = record_dtype(llm.model_config.get_num_experts())
 
-    def of(self, name: str, news: Any, *, first: int, prompt_tokens: int, tokens: int) -> tuple[Experts, Experts]:
+    def of(self, name: str, news: Any, *, first: int, prompt_tokens: int, tokens: int) -> tuple[ExpertIds, ExpertIds]:
         """Experts of the prompt's tokens from `first` on, and of a sample's tokens; the last one was no input.
 
         Args:

@@ -86,7 +86,7 @@ def audit_file(path: Path) -> Audit:
 
 
 @dataclass
-class _ReplicaState:
+class _AuditedReplica:
     versions: set[int] = field(default_factory=set)
     """Published to it since it was last started."""
     is_up: bool = True
@@ -128,7 +128,7 @@ class _Checker:
         self._holding: dict[int, tuple[str, int]] = {}  # groups with a permit -> state, step that trained it
         self._live: set[int] = set()  # versions published, wherever
         self._current: int | None = None  # the one that was published everywhere
-        self._replicas: dict[str, _ReplicaState] = {}
+        self._replicas: dict[str, _AuditedReplica] = {}
         self._fingerprints: dict[int, str] = {}
         self._after_gap = False  # nothing made an update since records were lost, so the step is not known
         self._seen_from: int | None = 0  # groups from this one on were started where nothing was lost; None: none yet
@@ -167,7 +167,7 @@ class _Checker:
         self._gaps.append(f"line {self._line}: records are missing: {event['why']}")
         if event["what"] != "events":
             return
-        replicas = {name: _ReplicaState(replica.versions) for name, replica in self._replicas.items()}
+        replicas = {name: _AuditedReplica(replica.versions) for name, replica in self._replicas.items()}
         live, current = self._live, self._current
         self._begin_life()
         self._replicas, self._live, self._current = replicas, live, current
@@ -185,7 +185,7 @@ class _Checker:
 
     def _on_sampled(self, event: Mapping[str, Any]) -> None:
         name = event["replica"]
-        replica = self._replicas.get(name, _ReplicaState(is_up=self._excused_version != -1))
+        replica = self._replicas.get(name, _AuditedReplica(is_up=self._excused_version != -1))
         groups = _named_groups(event["prompts"])
         if not replica.is_up:
             self._broken("unsynced", f"{groups} sampled by {name}, which was not up")
@@ -249,7 +249,7 @@ class _Checker:
             self._current = version
             self._holding = {p: held for p, held in self._holding.items() if held[0] != _TRAINED or held[1] > version}
             return
-        self._replicas.setdefault(name, _ReplicaState()).versions.add(version)
+        self._replicas.setdefault(name, _AuditedReplica()).versions.add(version)
         fingerprint = event.get("fingerprint")
         if fingerprint is not None and self._fingerprints.setdefault(version, fingerprint) != fingerprint:
             self._broken("unsynced", f"{name} holds other bytes as version {version} than another replica")
@@ -261,10 +261,10 @@ class _Checker:
             self._after_gap = False
 
     def _on_replica_up(self, event: Mapping[str, Any]) -> None:
-        self._replicas[event["replica"]] = _ReplicaState()
+        self._replicas[event["replica"]] = _AuditedReplica()
 
     def _on_replica_down(self, event: Mapping[str, Any]) -> None:
-        self._replicas[event["replica"]] = _ReplicaState(is_up=False)
+        self._replicas[event["replica"]] = _AuditedReplica(is_up=False)
 
 
 def _named_groups(prompts: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from hone.data.chat import Tokenizer, thinks, with_template_args
 from hone.data.lazy import SampleSize
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptStream, load_prompts, seen_frac
-from hone.data.sources import Part
+from hone.data.sources import DataPart
 from hone.errors import DataError
 from hone.loop.supervised import sft_rows
 from hone.run.report import CheckReport
@@ -31,7 +31,7 @@ def check_prompts(
     config: RunConfig, folder: Path, tokenizer: Tokenizer, sample: SampleSize, findings: CheckReport
 ) -> list[PromptStream]:
     """The prompts that training and evaluation would load; shows the first few."""
-    reads: dict[Part, bool] = {
+    reads: dict[DataPart, bool] = {
         "train": "rl" in config.stages or (config.sft.messages_column is None and "reward_model" not in config.stages),
         "eval": config.data.eval is not None and "reward_model" not in config.stages,
     }

@@ -20,7 +20,7 @@ from hone.doctor.watch import Alarm, AlarmWatch, by_importance
 from hone.observe.events import events_of, read_events
 from hone.observe.sinks import metric_lines
 from hone.run.folder import RunFolder
-from hone.runtime.replicas import State
+from hone.runtime.replicas import ReplicaState
 
 _EVENT_BYTES = 1 << 20
 """Bytes at the end of events.jsonl of which all events are read; before that, only those in `LASTING`."""
@@ -58,7 +58,7 @@ NOTABLE = (
 class ReplicaStatus:
     """An engine or a reward model, by the last events."""
 
-    state: State = "starting"
+    state: ReplicaState = "starting"
     version: int | None = None
     """Version of the weights that an engine holds."""
     why: str = ""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Generic, TypeVar
 
-Value = TypeVar("Value")
+ValueT = TypeVar("ValueT")
 
 
-class BoundedCache(Generic[Value]):
+class BoundedCache(Generic[ValueT]):
     """Values by key, the ones used last. Safe to use from several threads.
 
     Args:
@@ -18,22 +18,22 @@ class BoundedCache(Generic[Value]):
         size_of: bytes of a value.
     """
 
-    def __init__(self, most_bytes: int, size_of: Callable[[Value], int]) -> None:
+    def __init__(self, most_bytes: int, size_of: Callable[[ValueT], int]) -> None:
         self.most_bytes, self.num_bytes = most_bytes, 0
         self._size_of, self._lock = size_of, Lock()
-        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._values: OrderedDict[Hashable, ValueT] = OrderedDict()
 
-    def __deepcopy__(self, memo: object) -> BoundedCache[Value]:
+    def __deepcopy__(self, memo: object) -> BoundedCache[ValueT]:
         """A copy of what has a cache begins with an empty one."""
         return BoundedCache(self.most_bytes, self._size_of)
 
-    def get(self, key: Hashable) -> Value | None:
+    def get(self, key: Hashable) -> ValueT | None:
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
             return self._values.get(key)
 
-    def put(self, key: Hashable, value: Value) -> None:
+    def put(self, key: Hashable, value: ValueT) -> None:
         """Keep a value, instead of those used longest ago; one larger than the bound is not kept."""
         with self._lock:
             if (old := self._values.pop(key, None)) is not None:

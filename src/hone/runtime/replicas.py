@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 from hone.runtime.backoff import Restarts
 from hone.runtime.processes import retrieved
 
-State = Literal["starting", "ready", "busy", "offloaded", "restarting", "failed", "stopped"]
+ReplicaState = Literal["starting", "ready", "busy", "offloaded", "restarting", "failed", "stopped"]
 InstanceT = TypeVar("InstanceT", bound="Instance")
 T = TypeVar("T")
 
@@ -121,15 +121,15 @@ class Replica(Generic[InstanceT]):
         self.may_start = may_start or asyncio.Event()
         self.may_start.set()
         self._start, self._end, self._watch, self._say = start, end, watch, say
-        self._state: State = "starting"
+        self._state: ReplicaState = "starting"
         self._wait_s: float | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> ReplicaState:
         is_busy = self._state == "ready" and self.instance is not None and self.instance.calls > 0
         return "busy" if is_busy else self._state
 
-    def enter(self, state: State) -> None:
+    def enter(self, state: ReplicaState) -> None:
         """Change the state: to `offloaded` and back, or to one that ends the replica."""
         self._state = state
         self.changed(self)

@@ -19,7 +19,7 @@ import psutil
 
 from hone.errors import DataError
 from hone.runtime.files import write_whole
-from hone.runtime.replicas import State
+from hone.runtime.replicas import ReplicaState
 
 FILE, TOKEN_FILE = "services.json", "services.token"
 _SAME_START_S = 1.0
@@ -32,7 +32,7 @@ class ServiceState:
 
     name: str
     url: str
-    state: State
+    state: ReplicaState
     pid: int | None
     restarts: int
     fingerprint: str

@@ -221,7 +221,7 @@ def algorithms_page() -> str:
     from hone.algo.kl import KL
     from hone.algo.loss import AGGREGATE, CLIP, RATIO
 
-    presets = [Preset.read(name) for name in preset_names() if name.startswith("algorithm/")]
+    presets = [AlgorithmPreset.read(name) for name in preset_names() if name.startswith("algorithm/")]
     parts = [_INTRO, "## Rows", _overview(presets), _CURVES, *map(_row, presets)]
     parts += ["## Credit", _CREDIT, _FILTER, _table(CREDIT), _CRITIC]
     parts += ["## Ratio", _table(RATIO), "## Clip", _table(CLIP), "## Aggregation", _table(AGGREGATE)]
@@ -231,7 +231,7 @@ def algorithms_page() -> str:
 
 
 @dataclass(frozen=True)
-class Preset:
+class AlgorithmPreset:
     """One file of config/presets/algorithm/."""
 
     name: str
@@ -243,7 +243,7 @@ class Preset:
     row: AlgorithmSection
 
     @classmethod
-    def read(cls, name: str) -> Preset:
+    def read(cls, name: str) -> AlgorithmPreset:
         text = (PRESETS / f"{name}.yaml").read_text("utf-8")
         node, _ = read_yaml(text, name)
         assert node is not None, f"preset {name} cannot be read"
@@ -253,7 +253,7 @@ class Preset:
         return cls(name, comment, values, AlgorithmSection(**values))
 
 
-def _overview(presets: list[Preset]) -> str:
+def _overview(presets: list[AlgorithmPreset]) -> str:
     lines = ["| `extends:` | credit | ratio | clip | aggregate | KL |", "|---|---|---|---|---|---|"]
     for preset in presets:
         row, kl = preset.row, "none"
@@ -276,7 +276,7 @@ def _clip(row: AlgorithmSection) -> str:
     return text + (f", dual {row.dual_clip:g}" if row.dual_clip is not None else "")
 
 
-def _row(preset: Preset) -> str:
+def _row(preset: AlgorithmPreset) -> str:
     """One preset: what its file says of it, what it computes, its numbers and its needs."""
     from hone.algo.algorithm import Algorithm
 

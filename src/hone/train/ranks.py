@@ -23,7 +23,7 @@ from hone.ragged import Ints
 from hone.train.optim import AdamW, FlatAdamW, FlatWeights
 from hone.train.tensor_files import Share
 
-Model = TypeVar("Model", bound=CausalModel | ScalarModel)
+RankModelT = TypeVar("RankModelT", bound=CausalModel | ScalarModel)
 
 
 class Ranks(ABC):

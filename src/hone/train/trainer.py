@@ -26,7 +26,7 @@ from hone.model.logprobs import token_logprobs
 from hone.model.routing import LoadBalance
 from hone.ragged import Ints
 from hone.train.tensor_files import Snapshot
-from hone.types import Batch, Experts, Picture, TokenIds, Totals
+from hone.types import Batch, ExpertIds, Picture, TokenIds, Totals
 
 
 class Checkpointable(Protocol):
@@ -126,7 +126,7 @@ class PreparedBatch:
     columns_CT: Tensor
     num_engines: int = 0
     """Engines with names, which a column `engine_T` counts."""
-    routing: tuple[Experts, Sequence[Experts]] | None = None
+    routing: tuple[ExpertIds, Sequence[ExpertIds]] | None = None
     """`Batch.routing_T` and `Batch.prompt_routing`, to be replayed."""
 
     @classmethod

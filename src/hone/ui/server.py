@@ -56,7 +56,7 @@ MAX_LOGS = 12
 LISTED = ("eval/accuracy", "rollout/reward_mean", "sft/loss", "rm/eval_accuracy")
 """Metrics of a run in the list, as far as they are logged."""
 
-Names = Annotated[list[str], Query(alias="name")]
+NameQuery = Annotated[list[str], Query(alias="name")]
 
 
 def run_ui(folder: Path, *, port: int) -> None:
@@ -120,7 +120,7 @@ def ui_app(runs: Runs, lifecycle: Lifecycle, settings: HttpSettings, token: str)
         return await asyncio.to_thread(_page, runs, "run", [name], read)
 
     @app.get("/compare")
-    async def compare(names: Names) -> HTMLResponse:
+    async def compare(names: NameQuery) -> HTMLResponse:
         """The page of runs side by side."""
         return await asyncio.to_thread(
             _page, runs, "compare", names, lambda: ("Runs side by side", runs.comparison(names))
@@ -142,7 +142,7 @@ def ui_app(runs: Runs, lifecycle: Lifecycle, settings: HttpSettings, token: str)
         return JSONResponse(await asyncio.to_thread(runs.samples, name, stage, step))
 
     @app.get("/data/compare")
-    async def compare_data(names: Names) -> JSONResponse:
+    async def compare_data(names: NameQuery) -> JSONResponse:
         """What the page of runs side by side shows."""
         return JSONResponse(await asyncio.to_thread(runs.comparison, names))
 

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from hone.errors import EngineError, first_line
 from hone.runtime.processes import environment_restored
 
-Backend = Literal["gloo", "nccl"]
+GroupBackend = Literal["gloo", "nccl"]
 _GRACE_S = 4.0
 """By which a group's own deadline is later than ours."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
@@ -38,7 +38,7 @@ _MAKING = threading.Lock()
 class GroupAddress:
     """How a process joins a group."""
 
-    backend: Backend
+    backend: GroupBackend
     store: str
     """host:port of the sender's TCPStore."""
     name: str

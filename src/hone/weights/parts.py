@@ -78,7 +78,7 @@ class CudaMemory:
 
 
 CUDA = CudaMemory()
-Part = NDArray[np.uint8] | Path | IpcHandle | None
+BucketPart = NDArray[np.uint8] | Path | IpcHandle | None
 
 
 class PartOpener:
@@ -104,7 +104,7 @@ class PartOpener:
         if group is not None:
             group.end()
 
-    def open(self, header: Header, parts: Sequence[Part]) -> Tensor:
+    def open(self, header: Header, parts: Sequence[BucketPart]) -> Tensor:
         """The bucket's data, (bytes,) uint8: not to be written to, and valid for as long as it is referred to.
 
         Args:

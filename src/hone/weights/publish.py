@@ -33,7 +33,7 @@ class NoAnswer(EngineError):
     """An engine died, or did not answer in time: to send it anything again is of no use."""
 
 
-Answer = Callable[[float], Any]
+AwaitAnswer = Callable[[float], Any]
 """Waits for the answer of a call, until a moment of `time.monotonic`. Raises NoAnswer, or the EngineError with which
 the engine answered."""
 
@@ -46,7 +46,7 @@ class Peer(Protocol):
         """Its processes that load weights."""
         ...
 
-    def call(self, method: str, *args: Any) -> Answer:
+    def call(self, method: str, *args: Any) -> AwaitAnswer:
         """Start a call of a method of its `EngineActor`."""
         ...
 
@@ -68,7 +68,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, bucket: Bucket, engines: Sequence[str]) -> Mapping[str, Any]:
-        """Begin to send a bucket. Returns what the call of each engine carries (`parts.Part`)."""
+        """Begin to send a bucket. Returns what the call of each engine carries (`parts.BucketPart`)."""
 
     def wait(self, engine: str, deadline: float) -> None:  # noqa: B027 - may be nothing to do
         """Once an engine has taken a bucket: wait until its memory may be written to again. Raises EngineError."""
@@ -126,7 +126,7 @@ def publish(
         timeout_s: an engine that does not connect, take a bucket or finish loading for so long is stuck.
         dtype: what the engines compute in, if not what the weights are in: half the bytes for float32 masters.
     """
-    stream = _Stream(peers, transport, updates, sender, timeout_s)
+    stream = _WeightStream(peers, transport, updates, sender, timeout_s)
     stream.begin()
     buffers, waits = deque[Tensor](), deque[Callable[[], object]]()
 
@@ -161,7 +161,7 @@ def publish(
     return Published(manifest, tuple(stream.taking), failed, refused, sent_bytes)
 
 
-class _Stream:
+class _WeightStream:
     """The calls of one version."""
 
     def __init__(
@@ -212,7 +212,7 @@ class _Stream:
                 self._drop(name, EngineError(why))
 
     def _settle(
-        self, calls: Mapping[str, Answer], what_is_late: str, *, then: Callable[[str, float], None] | None = None
+        self, calls: Mapping[str, AwaitAnswer], what_is_late: str, *, then: Callable[[str, float], None] | None = None
     ) -> Callable[[], dict[str, Any]]:
         """The call that is returned waits for the answers; engines that do not answer have failed."""
         deadline = time.monotonic() + self._timeout_s

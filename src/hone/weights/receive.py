@@ -23,7 +23,7 @@ from hone.errors import EngineError
 from hone.runtime.processes import retrieved
 from hone.weights.buckets import Bucket, Header, Manifest, Unpacker
 from hone.weights.groups import GroupAddress
-from hone.weights.parts import Part, PartOpener, shared_file
+from hone.weights.parts import BucketPart, PartOpener, shared_file
 from hone.weights.publish import Update
 
 
@@ -59,7 +59,7 @@ class _BucketCall:
     """A bucket's call, from one rank."""
 
     header: Header
-    part: Part
+    part: BucketPart
     loaded: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -84,7 +84,7 @@ class Arriving:
 
     # ---- in the event loop
 
-    def add(self, sender: int, header: Header, part: Part) -> asyncio.Future[None]:
+    def add(self, sender: int, header: Header, part: BucketPart) -> asyncio.Future[None]:
         """A rank's call of a bucket. The future is done when the bucket was loaded."""
         call = self._calls.setdefault(header.index, {})[sender] = _BucketCall(header, part)
         while len(self._calls.get(self._next, ())) == self.update.senders:
@@ -107,7 +107,7 @@ class Arriving:
 
     # ---- in the engine's thread
 
-    def buckets(self) -> Iterator[tuple[Header, list[Part]]]:
+    def buckets(self) -> Iterator[tuple[Header, list[BucketPart]]]:
         """Each bucket's header, and its parts, one of each rank that sends. A bucket counts as loaded when the next is
         asked for.
 
@@ -126,7 +126,7 @@ class Arriving:
             if any(call.header != news[0].header for call in news):
                 raise EngineError("ranks of the trainer packed different buckets")
             with ExitStack() as files:
-                parts: list[Part] = []
+                parts: list[BucketPart] = []
                 for call in news:
                     part = call.part
                     if self._shares_files and isinstance(part, np.ndarray):
@@ -184,7 +184,7 @@ class Receiver:
             self._loading = asyncio.create_task(self._load(self._arriving))
             self._loading.add_done_callback(retrieved)  # where the sender has given up the version, no call waits
 
-    async def load(self, update_id: str, sender: int, header: Header, part: Part) -> None:
+    async def load(self, update_id: str, sender: int, header: Header, part: BucketPart) -> None:
         """The next bucket; returns when it was loaded. Raises EngineError with what ended the loading."""
         arriving, loading = self._open(update_id)
         loaded = arriving.add(sender, header, part)

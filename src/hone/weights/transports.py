@@ -23,9 +23,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from hone.errors import EngineError, first_line
 from hone.weights.buckets import Bucket
-from hone.weights.groups import Backend, BroadcastGroup, GroupAddress, on_a_thread
+from hone.weights.groups import BroadcastGroup, GroupAddress, GroupBackend, on_a_thread
 from hone.weights.parts import CUDA, CudaMemory
-from hone.weights.publish import Answer, NoAnswer, Peer, Transport
+from hone.weights.publish import AwaitAnswer, NoAnswer, Peer, Transport
 
 TransportName = Literal["ray", "gloo", "nccl", "ipc"]
 """A transport of `config/topology.py`, on the devices that there are."""
@@ -42,7 +42,7 @@ class RayPeer:
     num_workers: int = 1
     """Its processes that load weights."""
 
-    def call(self, method: str, *args: Any) -> Answer:
+    def call(self, method: str, *args: Any) -> AwaitAnswer:
         """See `Peer`."""
         started = getattr(self.actor, method).remote(*args)
 
@@ -99,9 +99,9 @@ class Broadcast(Transport):
     """By broadcast, in a group of this rank and one engine's processes. It is kept from version to version, and made
     anew when the engine failed or was started again."""
 
-    def __init__(self, backend: Backend, host: str) -> None:
+    def __init__(self, backend: GroupBackend, host: str) -> None:
         super().__init__(torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu"))
-        self._backend: Backend = backend
+        self._backend: GroupBackend = backend
         self._host = host
         self._store: TCPStore | None = None
         self._numbers = itertools.count()
@@ -128,7 +128,7 @@ class Broadcast(Transport):
             group.add_done_callback(_end_late)
         return failed
 
-    def _join(self, peer: Peer, timeout_s: float) -> tuple[Answer, Future[BroadcastGroup]]:
+    def _join(self, peer: Peer, timeout_s: float) -> tuple[AwaitAnswer, Future[BroadcastGroup]]:
         """Start to make a group with an engine: its answer, and our side of the group."""
         if self._store is None:
             # It listens on this address alone, and its traffic is not authenticated: keep it on loopback, or on

@@ -33,7 +33,7 @@ from hone.errors import EngineError
 from hone.rollout.vllm_weights import Missing, in_parts, published_shapes
 from hone.weights.buckets import Bucket, Header, Unpacker
 from hone.weights.groups import GroupAddress
-from hone.weights.parts import Part, PartOpener
+from hone.weights.parts import BucketPart, PartOpener
 
 
 @dataclass
@@ -48,7 +48,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     """A bucket; vLLM calls that an update."""
 
     header: Header
-    parts: Sequence[Part]
+    parts: Sequence[BucketPart]
     """See `PartOpener.open`."""
 
 

@@ -15,17 +15,17 @@ _UNCHANGED = ("shuffle", "remove_columns", "cast_column", "select_columns", "wit
 """Methods after which the rows say the same."""
 _READERS = {"from_json": "json", "from_csv": "csv", "from_parquet": "parquet"}
 
-Entry = dict[str, Any]
+DatasetEntry = dict[str, Any]
 """Arguments of `load_dataset`, keys of `data`, and `code`: what cannot be said by them."""
 
 
-def dataset(names: Names, node: ast.expr) -> Entry:
-    """An `Entry`, whose path is None where the rows are made in code."""
+def dataset(names: Names, node: ast.expr) -> DatasetEntry:
+    """A `DatasetEntry`, whose path is None where the rows are made in code."""
     found = _entry(names, node, 0)
     return {"path": None, "code": [text_of(names.follow(node))]} if found is None else found
 
 
-def _entry(names: Names, node: ast.expr, depth: int) -> Entry | None:
+def _entry(names: Names, node: ast.expr, depth: int) -> DatasetEntry | None:
     node = names.follow(node)
     if depth > MAX_DEPTH:
         return None
@@ -49,7 +49,7 @@ def _entry(names: Names, node: ast.expr, depth: int) -> Entry | None:
     return None if returned is None else _entry(names, returned, depth + 1)
 
 
-def _part(names: Names, node: ast.Subscript, depth: int) -> Entry | None:
+def _part(names: Names, node: ast.Subscript, depth: int) -> DatasetEntry | None:
     """A split, of a data set with several or of a list of them."""
     inner, key = _entry(names, node.value, depth + 1), names.value(node.slice)
     if inner is None:
@@ -62,7 +62,7 @@ def _part(names: Names, node: ast.Subscript, depth: int) -> Entry | None:
     return inner if "train_test_split" in " ".join(inner.get("code", ())) else inner | {"split": key}
 
 
-def _changed(names: Names, entry: Entry, call: ast.Call) -> Entry:
+def _changed(names: Names, entry: DatasetEntry, call: ast.Call) -> DatasetEntry:
     """The rows after one method."""
     name, arguments = called(call), [names.value(argument) for argument in call.args]
     if name in _UNCHANGED:
@@ -79,7 +79,7 @@ def _changed(names: Names, entry: Entry, call: ast.Call) -> Entry:
 _COLUMNS = {"prompt": "prompt_column", "answer": "answer_column"}
 
 
-def _with_code(entry: Entry, text: str) -> Entry:
+def _with_code(entry: DatasetEntry, text: str) -> DatasetEntry:
     return entry | {"code": [*entry.get("code", []), text]}
 
 
@@ -93,7 +93,7 @@ def _slice(call: ast.Call, arguments: list[Any]) -> str | None:
 # ---- rows made from rows
 
 
-def _mapped(names: Names, entry: Entry, call: ast.Call) -> Entry:
+def _mapped(names: Names, entry: DatasetEntry, call: ast.Call) -> DatasetEntry:
     """The keys that a function gives each row: the prompt as messages, a column or a template, and the answer."""
     function = call.args[0]
     if isinstance(function, ast.Name):
@@ -154,7 +154,7 @@ class _MadeRow:
         is_row = isinstance(whole, ast.Name) and whole.id == self.parameter
         return key.value if is_row and isinstance(key, ast.Constant) and isinstance(key.value, str) else None
 
-    def prompt(self, node: ast.expr) -> Entry | None:
+    def prompt(self, node: ast.expr) -> DatasetEntry | None:
         """Keys of `data` for it."""
         node = self.names.follow(node)
         if isinstance(node, ast.Call) and called(node) == "apply_chat_template" and node.args:
@@ -166,7 +166,7 @@ class _MadeRow:
         template = self._template(node)
         return None if template is None else {"template": template, "chat": False}
 
-    def _messages(self, node: ast.List) -> Entry | None:
+    def _messages(self, node: ast.List) -> DatasetEntry | None:
         """A system message and one of the user."""
         said: list[tuple[str, ast.expr]] = []
         for item in node.elts:

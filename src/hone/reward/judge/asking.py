@@ -31,7 +31,7 @@ ASKS = 3
 _RECENT = 1024
 """Scores that the correlation with length is over."""
 
-Read = Callable[[ChatAnswer], Awaitable[list[float]]]
+ReadVote = Callable[[ChatAnswer], Awaitable[list[float]]]
 """An answer to its scores; raises NoScores, or CallFailed."""
 VoteFailure = Failure | str
 REFUSED = "refused"
@@ -67,7 +67,7 @@ class Asker:
         self._answers = Remembered(cache_items)
         self._traffic = traffic
 
-    async def vote(self, messages: Messages, read: Read, number: int) -> Vote:
+    async def vote(self, messages: Messages, read: ReadVote, number: int) -> Vote:
         """Vote `number` on a question."""
         failures: list[VoteFailure] = []
         for attempt in range(ASKS):

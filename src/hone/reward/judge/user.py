@@ -21,8 +21,8 @@ from hone.reward.judge.settings import DataProcessorConfig
 from hone.reward.pool import RewardPool, UserFunction
 from hone.reward.resolve import FunctionRef, Unusable, import_function
 
-Role = Literal["preprocess", "postprocess"]
-_LEADING: dict[Role, tuple[str, ...]] = {"preprocess": ("question", "response"), "postprocess": ("text",)}
+HookRole = Literal["preprocess", "postprocess"]
+_LEADING: dict[HookRole, tuple[str, ...]] = {"preprocess": ("question", "response"), "postprocess": ("text",)}
 _BY_NAME = ("question", "response", "reference", "columns")
 
 
@@ -33,11 +33,11 @@ class UserFunctions:
         path = str((folder / Path(config.path).expanduser()).resolve())
         self._pool = RewardPool(num_workers=1, folder=folder)
         self._timeout_s = timeout_s
-        names: dict[Role, str | None] = {
+        names: dict[HookRole, str | None] = {
             "preprocess": config.preprocess_fn_name,
             "postprocess": config.postprocess_fn_name,
         }
-        self._functions: dict[Role, int] = {}
+        self._functions: dict[HookRole, int] = {}
         for role, name in names.items():
             if name is not None:
                 args = {"path": path, "name": name, "role": role}
@@ -46,7 +46,7 @@ class UserFunctions:
                 )
                 self._functions[role] = self._pool.add(function)
 
-    def has(self, role: Role) -> bool:
+    def has(self, role: HookRole) -> bool:
         return role in self._functions
 
     async def start(self) -> list[str]:
@@ -69,7 +69,7 @@ class UserFunctions:
         await self._pool.close()
 
 
-def call(item: Mapping[str, Any], *, path: str, name: str, role: Role) -> Any:
+def call(item: Mapping[str, Any], *, path: str, name: str, role: HookRole) -> Any:
     """In the worker: one of the functions, on one item. Raises ValueError for a prompt that is none."""
     function = _imported(path, name)
     leading = [item[known] for known in _LEADING[role]]
@@ -100,7 +100,7 @@ def _imported(path: str, name: str) -> Callable[..., Any]:
     return import_function(FunctionRef(path, name))
 
 
-def _wanted(function: Callable[..., Any], role: Role) -> list[str]:
+def _wanted(function: Callable[..., Any], role: HookRole) -> list[str]:
     """Names of further parameters that it takes and is given."""
     parameters = list(inspect.signature(function).parameters)[len(_LEADING[role]) :]
     return [name for name in parameters if name in _BY_NAME]
