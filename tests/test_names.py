@@ -9,7 +9,7 @@ SOURCES = Path(__file__).parents[1] / "src"
 
 
 def names_of(source: str) -> Iterator[tuple[str, int]]:
-    """Classes, and assignments at the top of a module to names like theirs (capitalised, not in capitals), and lines."""
+    """Classes, and assignments at the top of a module to names like theirs (capitalised, not in capitals); lines."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):

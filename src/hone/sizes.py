@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+MIB, GIB = 2**20, 2**30
 OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that Hone's own decoder runs; its attention can be a ring over ranks."""
 QUERY_ROWS = 256

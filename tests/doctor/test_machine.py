@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 
 from hone.cli.main import main
 from hone.run import machine
-from hone.run.machine import GIB, disk_check, gpu_checks, is_taken, package_check
+from hone.run.machine import disk_check, gpu_checks, is_taken, package_check
+from hone.sizes import GIB
 
 H100 = "NVIDIA H100 80GB HBM3, 81559, 4, 570.86.15\n"
 HELD = "NVIDIA H100 80GB HBM3, 81559, 70000, 570.86.15\n"

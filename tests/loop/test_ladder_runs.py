@@ -17,13 +17,13 @@ from hone import assemble
 from hone.config.load import load_config
 from hone.data.chat import load_tokenizer
 from hone.errors import MemoryExhausted
-from hone.memory.gauges import GIB
 from hone.memory.record import Record, comparison
 from hone.memory.rungs import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS
 from hone.model.decoder import Decoder
 from hone.observe.page import script_json
 from hone.rollout.decoding import DecoderStepper
 from hone.run.folder import RunFolder
+from hone.sizes import GIB
 from hone.train import learner, policy
 from hone.train.checkpoint import Checkpoints
 from hone.train.critic import Critic

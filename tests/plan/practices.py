@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shapes import shape
+
 from hone.plan.activations import Pass
-from hone.plan.architecture import GIB, Architecture
 from hone.plan.cluster import Trained, update_moments
 from hone.plan.engine import EnginePlan, EngineSettings
 from hone.plan.hardware import find_hardware
-from hone.plan.presets import known_architecture
 from hone.runtime.files import write_whole
+from hone.sizes import GIB
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "practices.md"
 
@@ -33,10 +34,9 @@ class Claim:
 # ---- practice A: a judge of 16 billion parameters on the trainer's GPUs
 
 
-def shape(name: str) -> Architecture:
-    found = known_architecture(name)
-    assert found is not None
-    return found
+def longest_sequences(engine: EnginePlan) -> float:
+    """Sequences of the longest kind that the cache holds."""
+    return engine.cache_bytes / (engine.kv_bytes_per_token * engine.settings.max_model_len)
 
 
 def judge(frac: float = 0.3, ways: int = 1, tokens: int = 50_000, device: str = "A100-80G") -> EnginePlan:
@@ -63,7 +63,7 @@ def practice_a() -> Iterator[Claim]:
             engine.requested_bytes / GIB,
             engine.weights_bytes / GIB,
             engine.smallest_frac,
-            judge(ways=2).longest_sequences,
+            longest_sequences(judge(ways=2)),
         ),
     )
     yield Claim(
@@ -105,7 +105,7 @@ def practice_a() -> Iterator[Claim]:
         f"chunked prefill cuts them; the workspace takes {lost:.1f} GiB more than with 8,192",
         (lost,),
     )
-    lower = judge(0.45).longest_sequences - judge(0.9 * 0.45).longest_sequences
+    lower = longest_sequences(judge(0.45)) - longest_sequences(judge(0.9 * 0.45))
     yield Claim(
         "out of memory: lower `gpu_memory_utilization` last",
         "wrong",

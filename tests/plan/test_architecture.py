@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+from shapes import shape
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hone.errors import DataError
 from hone.plan.architecture import padding_parameters
 from hone.plan.families import architecture_from
-from hone.plan.presets import MODELS, known_architecture, known_models
+from hone.plan.presets import MODELS, known_models
 
 PARAMETERS = {
     "meta-llama-3-8b": 8_030_261_248,
@@ -44,20 +45,20 @@ KV_BYTES = {
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_published_parameter_counts(name):
-    arch = known_architecture(name)
-    assert arch is not None and arch.total_parameters == PARAMETERS[name]
+    arch = shape(name)
+    assert arch.total_parameters == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", KV_BYTES)
 def test_cache_bytes_per_token(name):
-    arch = known_architecture(name)
-    assert arch is not None and arch.kv_bytes_per_token() == KV_BYTES[name]
+    arch = shape(name)
+    assert arch.kv_bytes_per_token() == KV_BYTES[name]
 
 
 def test_the_latent_of_mla_is_on_every_device_and_heads_are_not():
-    latent, heads = known_architecture("deepseek-v2-lite"), known_architecture("qwen3-8b")
-    assert latent and latent.kv_bytes_per_token(tensor_parallel=2) == 31_104
-    assert heads and heads.kv_bytes_per_token(tensor_parallel=2) == 73_728
+    latent, heads = shape("deepseek-v2-lite"), shape("qwen3-8b")
+    assert latent.kv_bytes_per_token(tensor_parallel=2) == 31_104
+    assert heads.kv_bytes_per_token(tensor_parallel=2) == 73_728
     assert heads.kv_bytes_per_token(tensor_parallel=16) == 147_456 // 8  # 8 heads: 16 devices hold one each
 
 
@@ -79,15 +80,15 @@ def test_counts_are_those_of_the_class(name):
     ("name", "active_billions"), [("qwen3-30b-a3b", 3.35), ("qwen3-235b-a22b", 22.2), ("deepseek-v3", 37.6)]
 )
 def test_active_parameters_are_what_the_names_say(name, active_billions):
-    arch = known_architecture(name)
-    assert arch and arch.active_parameters / 1e9 == pytest.approx(active_billions, abs=0.05)
+    arch = shape(name)
+    assert arch.active_parameters / 1e9 == pytest.approx(active_billions, abs=0.05)
 
 
 @pytest.mark.parametrize(
     "name", ["Qwen/Qwen3-8B", "qwen3-8b-base", "Qwen/Qwen3-4B-Instruct-2507", "mistralai/Mistral-7B-v0.3"]
 )
 def test_hub_names_find_their_shape(name):
-    assert known_architecture(name) is not None
+    assert shape(name) is not None
 
 
 def test_what_cannot_be_counted_says_so():
@@ -99,7 +100,6 @@ def test_what_cannot_be_counted_says_so():
 
 def test_experts_that_do_not_come_out_even_are_divided_inside_or_filled_up():
     """Eight experts: rows of each on 64 devices; on 48 devices, which divide no rows, as if there were 48 of them."""
-    arch = known_architecture("mixtral-8x7b-v0.1")
-    assert arch is not None
+    arch = shape("mixtral-8x7b-v0.1")
     assert padding_parameters(arch, 8) == padding_parameters(arch, 64) == 0
     assert padding_parameters(arch, 48) == 40 * 3 * arch.hidden * arch.inner

@@ -10,8 +10,9 @@ from hone.config.load import load_config
 from hone.config.topology import topology_lines, topology_of
 from hone.errors import ConfigError
 from hone.plan.hardware import find_hardware, in_cluster
-from hone.plan.ledger import GIB, percent
+from hone.plan.ledger import percent
 from hone.plan.planner import Plan, plan
+from hone.sizes import GIB
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text("utf-8")

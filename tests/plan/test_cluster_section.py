@@ -11,12 +11,12 @@ from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import EnginePlan
 from hone.plan.hardware import find_hardware, in_cluster
 from hone.plan.kv_cache import columns_for
-from hone.plan.ledger import GIB
 from hone.plan.planner import Plan, plan
 from hone.plan.pools import pools_of
 from hone.plan.search import propose
 from hone.plan.time import GPU
 from hone.rollout.vllm_args import VllmPlace, engine_arguments
+from hone.sizes import GIB
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ON_EIGHT = ("cluster.backend=ray", "cluster.devices_per_node=8", "cluster.engines.use=vllm")

@@ -12,10 +12,11 @@ from measuring import FakeGauge
 
 from hone.errors import MemoryExhausted
 from hone.memory import calibration
-from hone.memory.gauges import GIB, MIB, Busy, HostGauge, Meter, ran_out_of_memory
+from hone.memory.gauges import Busy, HostGauge, Meter, ran_out_of_memory
 from hone.memory.ladder import HIGH, Ladder, OutOfMemory
 from hone.memory.rungs import CHUNK, PREFILL, RECOMPUTE, ROWS, RUNGS, TOKENS, Knob
 from hone.plan.ledger import Ledger, moment, term
+from hone.sizes import GIB, MIB
 from hone.types import Progress
 
 SETTINGS = {TOKENS: 16384, CHUNK: 1024, RECOMPUTE: "none", ROWS: 512, PREFILL: 16384}

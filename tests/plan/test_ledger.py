@@ -4,16 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shapes import shape
 
 from hone.config.load import load_config
 from hone.config.run import Checkpointing
 from hone.plan.activations import Loss, Pass, saved_per_token
-from hone.plan.architecture import GIB
 from hone.plan.cluster import Trained, update_moments
 from hone.plan.hardware import find_hardware
 from hone.plan.ledger import PHASES, moment, term
 from hone.plan.planner import plan
-from hone.plan.presets import known_architecture
+from hone.sizes import GIB
 
 EIGHT = find_hardware("8xH100-80G")
 QWEN_8B = 8_190_735_360
@@ -22,8 +22,7 @@ APART = "cluster.pools={a: {devices: 4, roles: [policy]}, b: {devices: 4, roles:
 
 
 def eager_pass(name, *, tokens, longest=4096, checkpointing: Checkpointing = "none", loss: Loss = "naive"):
-    arch = known_architecture(name)
-    assert arch
+    arch = shape(name)
     return Pass(arch, "transformers", 2, tokens, tokens, longest, checkpointing=checkpointing, loss=loss)
 
 

@@ -24,7 +24,7 @@ from hone.config.render import inline
 from hone.config.section import Section
 from hone.data.chat import load_tokenizer
 from hone.errors import ConfigError, DataError
-from hone.memory.gauges import GIB, HostGauge, Meter
+from hone.memory.gauges import HostGauge, Meter
 from hone.memory.guard import UNGUARDED
 from hone.memory.ladder import Ladder
 from hone.memory.rungs import PREFILL, ROWS
@@ -32,6 +32,7 @@ from hone.model.load import init_model
 from hone.plan.hardware import find_hardware, memory_limit_bytes
 from hone.plan.planner import plan
 from hone.rollout.engine import Request
+from hone.sizes import GIB
 from hone.types import Batch, Prompt
 
 RUN = """

@@ -7,13 +7,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+from shapes import shape
 
 from hone.cli.main import main
 from hone.plan.activations import Pass, logits_backward_bytes_each, saved_per_token
-from hone.plan.architecture import GIB
 from hone.plan.cluster import Trained, update_moments
 from hone.plan.hardware import find_hardware
-from hone.plan.presets import known_architecture
+from hone.sizes import GIB
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "memory.md").read_text("utf-8")
@@ -49,21 +49,20 @@ def test_every_line_is_right(line):
 
 
 def test_the_page_starts_from_the_real_model():
-    arch = known_architecture("qwen3-8b")
-    assert arch and (arch.hidden, arch.layers, arch.heads, arch.kv_heads) == (4096, 36, 32, 8)
+    arch = shape("qwen3-8b")
+    assert (arch.hidden, arch.layers, arch.heads, arch.kv_heads) == (4096, 36, 32, 8)
     assert (arch.head_dim, arch.inner, arch.vocab) == (128, 12_288, 151_936)
     assert arch.total_parameters == pytest.approx(8.19e9, rel=0.001)
     assert arch.kv_bytes_per_token() == 144 * 1024
-    lite = known_architecture("deepseek-v2-lite")
-    assert lite and lite.kv_bytes_per_token() == 31_104
+    lite = shape("deepseek-v2-lite")
+    assert lite.kv_bytes_per_token() == 31_104
     assert lite.total_parameters == pytest.approx(15.7e9, rel=0.001)
     h100 = find_hardware("H100-80G")
     assert (h100.memory_bytes / GIB, h100.bf16_flops, h100.bandwidth) == (pytest.approx(79.1), 989e12, 3.35e12)
 
 
 def test_coefficients_are_the_planners():
-    arch = known_architecture("qwen3-8b")
-    assert arch
+    arch = shape("qwen3-8b")
     work = Pass(arch, "hone", 2, 16_384, 16_384, 4096)
     assert saved_per_token(work) == pytest.approx(137.2e3, rel=0.005)
     assert saved_per_token(work, "full") == 2 * 4096
@@ -71,8 +70,7 @@ def test_coefficients_are_the_planners():
 
 
 def test_the_example_of_a_peak_is_the_planners_and_the_traces():
-    arch = known_architecture("qwen3-8b")
-    assert arch
+    arch = shape("qwen3-8b")
     work = Pass(arch, "transformers", 2, 16_384, 16_384, 4096, "full", "naive")
     peak = max(update_moments(Trained("", work, 8, accumulates=False), []), key=lambda moment: moment.bytes)
     terms = {term.name: term.bytes / GIB for term in peak.terms}

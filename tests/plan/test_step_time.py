@@ -1,10 +1,10 @@
 """Times: orders of magnitude that can be checked by hand, and what must make a step longer or shorter."""
 
 import pytest
+from shapes import shape
 
 from hone.plan.hardware import find_hardware, this_machine
 from hone.plan.planner import plan
-from hone.plan.presets import known_architecture
 from hone.plan.time import forward_flops, weights_read_bytes
 from hone.plan.workload import Lengths
 
@@ -14,13 +14,12 @@ RAY = ("cluster.backend=ray", "cluster.engines.use=vllm")
 
 def test_a_forward_pass_is_two_operations_per_parameter_and_token():
     """planner.md's count of Qwen3-8B over 4,096 tokens, attention left out: 6.200e13."""
-    arch = known_architecture("qwen3-8b")
-    assert arch and forward_flops(arch, 4096, 0, logit_tokens=4096) == pytest.approx(6.2e13, rel=0.001)
+    arch = shape("qwen3-8b")
+    assert forward_flops(arch, 4096, 0, logit_tokens=4096) == pytest.approx(6.2e13, rel=0.001)
 
 
 def test_a_decoding_step_reads_all_weights_but_experts_that_nobody_asked_for():
-    dense, moe = known_architecture("qwen3-8b"), known_architecture("qwen3-30b-a3b")
-    assert dense and moe
+    dense, moe = shape("qwen3-8b"), shape("qwen3-30b-a3b")
     assert weights_read_bytes(dense, 1, 2) == 2 * (8_190_735_360 - 151_936 * 4096)
     one, many = (weights_read_bytes(moe, tokens, 2) for tokens in (1, 4096))
     assert one < 0.15 * many

@@ -13,11 +13,12 @@ from cases import ARCHITECTURE, VOCAB
 
 from hone.config.run import LoraSection, OptimizerSection
 from hone.errors import HoneError
-from hone.memory.gauges import MIB, HostGauge
+from hone.memory.gauges import HostGauge
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
 from hone.model.load import init_model, load_model
 from hone.model.lora import AdapterOff, add_adapter
+from hone.sizes import MIB
 from hone.train.critic import Critic
 from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.learner import Passes

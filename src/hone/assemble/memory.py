@@ -20,7 +20,7 @@ from hone.config.yaml_tree import Where
 from hone.devices import ASCEND, is_accelerator, torch_kind
 from hone.errors import ConfigError, DataError, MemoryExhausted
 from hone.memory import calibration
-from hone.memory.gauges import GIB, Busy, DeviceGauge, HostGauge, Meter, nvml_reader, ran_out_of_memory
+from hone.memory.gauges import Busy, DeviceGauge, HostGauge, Meter, nvml_reader, ran_out_of_memory
 from hone.memory.ladder import Ladder, Predict
 from hone.memory.record import Expected, Record, comparison, table
 from hone.memory.rungs import CHUNK, PREFILL, RECOMPUTE, ROWS, TOKENS, Knob
@@ -34,6 +34,7 @@ from hone.plan.workload import workload_of
 from hone.rollout.local import LocalEngine
 from hone.run.folder import RunFolder
 from hone.runtime.files import write_whole
+from hone.sizes import GIB
 from hone.train.agreement import SharedLadder
 from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.learner import Passes

@@ -163,7 +163,7 @@ def scalar_model(config: RunConfig, tokenizer: Tokenizer, body: CausalModel) -> 
     return model
 
 
-def needed_roles(needs: Collection[str]) -> set[Role]:
+def roles_of_needs(needs: Collection[str]) -> set[Role]:
     """Training roles that an algorithm with these needs has; see `Algorithm.needs`."""
     needs_of: dict[Role, bool] = {"policy": True, "critic": "values" in needs, "reference": "ref_logprobs" in needs}
     return {role for role, is_needed in needs_of.items() if is_needed}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hone.assemble.job import Job
-from hone.assemble.models import needed_roles, pair_trainer, restore, rl_roles, sft_trainer, starting_folder
+from hone.assemble.models import pair_trainer, restore, rl_roles, roles_of_needs, sft_trainer, starting_folder
 from hone.assemble.processes import ActorSpec, MakeHeld, engine, rank
 from hone.assemble.scoring import Scoring
 from hone.cluster.actors import EngineActor, TrainerRank
@@ -190,7 +190,7 @@ class RayWorkers:
             groups |= dict.fromkeys(roles, group)
         return RemoteTrainer(
             self._policy_group(
-                partial(rl_roles, held=needed_roles(needs) - groups.keys()),
+                partial(rl_roles, held=roles_of_needs(needs) - groups.keys()),
                 processes=self._processes("policy", devices),
                 takes_turns=self._sharers(devices) > 1,
             ),

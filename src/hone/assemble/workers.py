@@ -12,7 +12,7 @@ import torch
 
 from hone.assemble.job import Job
 from hone.assemble.memory import pair_knobs, trainer_knobs
-from hone.assemble.models import needed_roles, pair_trainer, report_adapter, restore, rl_roles, sft_trainer
+from hone.assemble.models import pair_trainer, report_adapter, restore, rl_roles, roles_of_needs, sft_trainer
 from hone.assemble.sampling import embedded_engine
 from hone.loop.run import Offloadable
 from hone.model.base import CausalModel
@@ -107,7 +107,7 @@ async def local_workers(job: Job, needs: frozenset[str], saved: SavedCheckpoint 
     shared = config.rollout.max_staleness == 0
 
     def assemble() -> tuple[Roles, CausalModel]:
-        trainer = rl_roles(job, held=needed_roles(needs))
+        trainer = rl_roles(job, held=roles_of_needs(needs))
         restore(trainer, saved)
         if not shared and job.device.type == "cpu":  # sampling and training at the same time: half the cores each
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))

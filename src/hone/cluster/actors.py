@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from hone.cluster.calls import BEAT_S
 from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
 from hone.devices import give_back_memory, peak_bytes, used_and_total_bytes
 from hone.errors import CheckpointError, EngineError, HoneError
@@ -41,8 +42,6 @@ from hone.weights.publish import Published, Transport, Update, publish
 from hone.weights.receive import Arriving, Receiver
 from hone.weights.transports import RayPeer, TransportName, make_transport
 
-BEAT_S = 2.0
-"""`EngineActor.take` returns without news after this time."""
 GATHER_S = 0.02
 """Batching window for finished samples; sending one costs more CPU than decoding a token."""
 

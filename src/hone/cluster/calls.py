@@ -17,6 +17,8 @@ from hone.errors import ClusterError, ClusterLost, HoneError, MemoryExhausted
 from hone.memory.gauges import ran_out_of_memory
 
 CALL_KEY, START_KEY = "cluster.call_timeout_s", "cluster.start_timeout_s"
+BEAT_S = 2.0
+"""A call that waits for news, `EngineActor.take` or `ServiceHostActor.ended`, returns without any after this time."""
 GRACE_S = 5.0
 """How long to look for a dead process when another one reports a lost connection."""
 DIRECT_BYTES = 64 << 10

@@ -16,8 +16,8 @@ from typing import Any
 import ray
 from torch import Tensor
 
-from hone.cluster.actors import BEAT_S, MakeEngine
-from hone.cluster.calls import CALL_KEY, START_KEY, wait_for_one
+from hone.cluster.actors import MakeEngine
+from hone.cluster.calls import BEAT_S, CALL_KEY, START_KEY, wait_for_one
 from hone.cluster.trainer import RemoteWeights
 from hone.errors import ClusterError, EngineError, HoneError
 from hone.rollout.engine import OnSample, Request

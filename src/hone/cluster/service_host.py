@@ -14,15 +14,13 @@ from typing import Any
 
 import ray
 
-from hone.cluster.calls import START_KEY, wait_for_one
+from hone.cluster.calls import BEAT_S, START_KEY, wait_for_one
 from hone.cluster.ray import end_with_ray, own_address
 from hone.devices import machine_kind
 from hone.errors import HoneError, ServiceError
 from hone.services.launch import Launch, environment_with
 from hone.services.process import HOST, LocalServiceProcess, ServiceProcess
 
-BEAT_S = 2.0
-"""`ServiceHostActor.ended` returns None after this time."""
 ANSWER_TIMEOUT_S = 60.0
 """Timeout of a call of a host, which has next to nothing to do."""
 ENDING_TIMEOUT_S = 30.0

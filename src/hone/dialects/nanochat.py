@@ -14,10 +14,6 @@ from hone.dialects.verdict import Dialect, ForeignJob, KeyVerdict, Row, default,
 _MUON = "Muon and three learning rates; the optimizer is AdamW: tune train.optimizer.lr anew"
 
 
-def _processes(job: ForeignJob) -> int:
-    return whole(job.get("num_processes", 1) or 1)
-
-
 def _group(job: ForeignJob, value: Any) -> KeyVerdict:
     samples, passes = whole(value), whole(job.get("device_batch_size", 8))
     drawn = samples // passes * passes
@@ -31,9 +27,10 @@ def _group(job: ForeignJob, value: Any) -> KeyVerdict:
 
 
 def _prompts(job: ForeignJob, value: Any) -> KeyVerdict:
-    if whole(value) % _processes(job):
-        return refused(f"{whole(value)} prompts do not divide among {_processes(job)} processes, which ends nanochat")
-    return put({"train.prompts_per_step": whole(value)})
+    prompts, processes = whole(value), shared.processes(job)
+    if prompts % processes:
+        return refused(f"{prompts} prompts do not divide among {processes} processes, which ends nanochat")
+    return put({"train.prompts_per_step": prompts})
 
 
 def _run(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -100,7 +97,7 @@ def _whole(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
     yield "precision", default({"run.precision": "bfloat16"}, "nanochat computes in bfloat16")
     samples = {"eval.samples": whole(job.get("device_batch_size", 8)), "eval.temperature": 1.0}
     yield "eval", default(samples, "pass@k, with as many samples as a pass has")
-    yield from shared.cluster(1, _processes(job))
+    yield from shared.cluster(1, shared.processes(job))
 
 
 DIALECT = Dialect(ROWS, WRITTEN, _program, _whole, {})

@@ -68,6 +68,11 @@ def reward_of_data(path: str) -> tuple[dict[str, Any], str] | None:
     return None
 
 
+def processes(job: ForeignJob) -> int:
+    """Processes that a launcher starts, in the flag of that name."""
+    return whole(job.get("num_processes", 1) or 1)
+
+
 def cluster(nodes: Any, per_node: Any, pools: dict[str, Any] | None = None) -> Iterator[tuple[str, KeyVerdict]]:
     """Settings of a cluster of several devices; none for one device."""
     if not isinstance(nodes, int) or not isinstance(per_node, int) or nodes * per_node <= 1:

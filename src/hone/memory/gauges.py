@@ -30,7 +30,6 @@ from hone.plan.hardware import memory_limit_bytes
 if TYPE_CHECKING:
     import torch
 
-MIB, GIB = 2**20, 2**30
 BUSY_EVERY_S = 1.0
 """NVML's own figure is a mean over about as long."""
 

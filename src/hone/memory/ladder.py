@@ -18,10 +18,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.errors import MemoryExhausted, first_line
-from hone.memory.gauges import GIB, MIB, Busy, Meter, ran_out_of_memory
+from hone.memory.gauges import Busy, Meter, ran_out_of_memory
 from hone.memory.rungs import PREFILL, ROWS, RUNGS, TOKENS, Change, Knob, Reason, shown
 from hone.plan.ledger import Ledger, Moment, gib
 from hone.plan.verdict import describe, shares
+from hone.sizes import GIB, MIB
 
 if TYPE_CHECKING:
     from hone.types import Progress

@@ -14,11 +14,11 @@ from typing import get_args
 
 from hone.config.run import StageName
 from hone.errors import RunFolderError
-from hone.memory.gauges import MIB
 from hone.memory.rungs import Change
 from hone.observe.sinks import metric_lines
 from hone.plan.ledger import PHASES, Moment, gib, percent
 from hone.runtime.files import write_whole
+from hone.sizes import MIB
 
 FILE, FORMAT = "memory.json", 1
 STAGES = get_args(StageName)

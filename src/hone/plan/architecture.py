@@ -16,8 +16,6 @@ from hone.plan.states import ATTENTION, CALLED_PAST, LayerKind, StateLayer
 from hone.plan.tower_shape import Tower
 from hone.sizes import divided_dimension
 
-GIB = 2**30
-
 
 @dataclass(frozen=True, slots=True)
 class Latent:

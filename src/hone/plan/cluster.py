@@ -25,12 +25,12 @@ from hone.plan.activations import (
     recomputes_last,
     saved_per_token,
 )
-from hone.plan.architecture import GIB, Architecture, adapter_parameters, padding_parameters
+from hone.plan.architecture import Architecture, adapter_parameters, padding_parameters
 from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import CONTEXT_BYTES, EnginePlan
 from hone.plan.ledger import Moment, Term, moment, term
 from hone.plan.workload import Workload
-from hone.sizes import KEPT_FEATURES_BYTES
+from hone.sizes import GIB, KEPT_FEATURES_BYTES
 
 COLLECTIVES_BYTES = 3 * GIB
 """Buffers of NCCL's communicators on one device; reports range from 1 to 6 GB, so an estimate to be measured."""

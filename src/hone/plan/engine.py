@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 
 from hone.errors import DataError
 from hone.plan import towers
-from hone.plan.architecture import GIB, Architecture, adapter_room
+from hone.plan.architecture import Architecture, adapter_room
 from hone.plan.ledger import Term, gib, term
+from hone.sizes import GIB
 
 CONTEXT_BYTES = 512 << 20
 """CUDA context of a process, outside what an engine asks for; an estimate."""
@@ -159,11 +160,6 @@ class EnginePlan:
     @property
     def cache_tokens(self) -> int:
         return max(self.cache_bytes, 0) // self.kv_bytes_per_token
-
-    @property
-    def longest_sequences(self) -> float:
-        """Sequences of the longest kind that the cache holds."""
-        return self.cache_bytes / (self.kv_bytes_per_token * self.settings.max_model_len)
 
     @property
     def smallest_frac(self) -> float:

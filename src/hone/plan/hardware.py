@@ -20,7 +20,7 @@ from hone.config.run import RunConfig
 from hone.config.topology import topology_of
 from hone.devices import AMD, ASCEND, NVIDIA, machine_kind, nvidia_smi, visible_devices
 from hone.errors import DataError, nearest
-from hone.plan.architecture import GIB
+from hone.sizes import GIB
 
 THIS = "this"
 MEASURED_SIZE = 512

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hone.plan.architecture import GIB
+from hone.sizes import GIB
 
 PHASES = ("start", "publish", "rollout", "reward", "logprobs", "update", "optimizer", "checkpoint")
 """What a step is made of, in order, and what comes before and after it."""

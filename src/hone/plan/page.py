@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from html import escape
 from itertools import count, groupby
 
-from hone.plan.architecture import GIB
 from hone.plan.ledger import Ledger, Moment, Term, gib, percent
 from hone.plan.planner import Plan
 from hone.plan.search import Proposal
 from hone.plan.verdict import level_of
+from hone.sizes import GIB
 
 STYLE = """
 :root { color-scheme: light dark; }

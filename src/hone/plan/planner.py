@@ -20,7 +20,7 @@ from hone.config.run import RunConfig
 from hone.config.topology import divided_tower, service_devices
 from hone.errors import DataError
 from hone.plan import cluster, local
-from hone.plan.architecture import GIB
+from hone.plan.architecture import 
 from hone.plan.cluster import PoolPlan
 from hone.plan.engine import EnginePlan
 from hone.plan.hardware import Hardware
@@ -32,6 +32,7 @@ from hone.plan.schedule import measured_rates, step_time
 from hone.plan.time import StepTime
 from hone.plan.verdict import Verdict, best_suggestion, judge
 from hone.plan.workload import workload_of
+from hone.sizes import GIB
 
 FORMAT = 2
 """Of `Plan.as_dict()`; raised when a reader would have to change."""

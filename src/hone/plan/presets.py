@@ -36,12 +36,6 @@ def known_models() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in MODELS.glob("*.json")))
 
 
-def known_architecture(name: str) -> Architecture | None:
-    """The shipped architecture of a hub name such as `Qwen/Qwen3-8B` or `qwen2.5-7b-instruct`, if there is one."""
-    config = _known_config(name)
-    return None if config is None else architecture_from(config, source=name)
-
-
 def _known_config(name: str) -> Mapping[str, Any] | None:
     short = name.rpartition("/")[2].lower()
     short = SAME_SHAPE.get(short, short)

@@ -26,6 +26,7 @@ from hone.errors import RewardError
 from hone.reward.args import address_of, settings_of
 from hone.reward.http import (
     FIRST_BACKOFF_S,
+    SERVER_SHARE,
     Addresses,
     Counts,
     Endpoints,
@@ -41,8 +42,6 @@ from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score
 
 PATH, READY_PATH = "/v1/rewards", "/readyz"
-SERVER_SHARE = 0.9
-"""Of the time of one try: what is unscored by then comes back as such, and what is scored is not lost with it."""
 REQUEST_S, MAX_REQUEST_ITEMS = 0.1, 64
 """Finished samples go together while scoring a request's takes no longer; slower ones go by themselves, so that none
 waits for another. A request without its item costs both ends 2 to 4 ms of a core."""

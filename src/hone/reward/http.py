@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 5.0
+SERVER_SHARE = 0.9
+"""Of the time of one try: what a service has not scored by then comes back as such, while the caller still waits."""
 """For an endpoint to say that it is ready again."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Bounds of the random wait before another try, and of the rest of an endpoint that failed; they double each time."""

@@ -30,7 +30,7 @@ def decode_json(body: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     if depth > max_depth:
         raise ValueError(f"nested {depth} deep; at most {max_depth} is allowed")
     text = whole_characters(body).decode("utf-8")
-    return json.loads(text, parse_constant=refuse_constant, parse_float=_finite)
+    return json.loads(text, parse_constant=refuse_constant, parse_float=finite)
 
 
 def whole_characters(body: bytes) -> bytes:
@@ -74,7 +74,8 @@ def refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """For `json.loads(parse_float=...)`: a number beyond the largest raises ValueError."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is out of range")

@@ -17,12 +17,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from hone.errors import RewardError
-from hone.reward.http import Endpoints, Refused, Unavailable, token_from
+from hone.reward.http import SERVER_SHARE, Endpoints, Refused, Unavailable, token_from
 from hone.reward.strict_json import plain
 from hone.reward.wire import Item, ItemResult, RewardReply, RewardRequest, sendable
 
-_SERVER_SHARE = 0.9
-"""Of the time of one try: the service says what it could not score while the caller still waits."""
 _Place = tuple[tuple[str, ...], str | None]
 _endpoints: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Place, Endpoints]] = WeakKeyDictionary()
 """Connections by event loop, URLs and token: verl calls a plain function, which has nowhere else to keep them."""
@@ -82,7 +80,7 @@ async def compute_score(
 async def _result(item: Item, endpoints: Endpoints, reward: str | None, deadline_s: float) -> ItemResult:
     """Asked again while the service says that it may be scored later. Raises what `Endpoints.post` raises."""
     call = endpoints.call(deadline_s=deadline_s)
-    timeout_ms = max(1, int(1000 * _SERVER_SHARE * call.try_s))
+    timeout_ms = max(1, int(1000 * SERVER_SHARE * call.try_s))
     body = RewardRequest(reward=reward, timeout_ms=timeout_ms, items=[item]).model_dump(mode="json")
     while True:
         (result,) = (await call.post("/v1/rewards", body, partial(RewardReply.to, [item]))).results

@@ -21,8 +21,8 @@ import psutil
 from packaging.requirements import Requirement
 
 from hone.devices import nvidia_smi
+from hone.sizes import GIB
 
-GIB = 1 << 30
 PACKAGES = ("torch", "transformers", "ray", "vllm")
 RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}
 SANDBOX_TIMEOUT_S = 10.0

@@ -60,13 +60,9 @@ def is_rloo(job: ForeignJob) -> bool:
 # ---- batches
 
 
-def processes(job: ForeignJob) -> int:
-    return whole(job.get("num_processes", 1) or 1)
-
-
 def _samples_of_optimizer_step(job: ForeignJob) -> int:
     passes = whole(job.get("gradient_accumulation_steps", 1))
-    return whole(job.get("per_device_train_batch_size", 8)) * passes * processes(job)
+    return whole(job.get("per_device_train_batch_size", 8)) * passes * shared.processes(job)
 
 
 def _samples_together(job: ForeignJob) -> int:
@@ -75,7 +71,7 @@ def _samples_together(job: ForeignJob) -> int:
     if given is not None:
         return whole(given)
     passes = job.get("steps_per_generation") or job.get("gradient_accumulation_steps", 1)
-    return whole(job.get("per_device_train_batch_size", 8)) * processes(job) * whole(passes)
+    return whole(job.get("per_device_train_batch_size", 8)) * shared.processes(job) * whole(passes)
 
 
 def batch(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -362,6 +358,6 @@ def whole_command(job: ForeignJob) -> Iterator[tuple[str, KeyVerdict]]:
             yield keys[0], unknown(why)
     yield "data.chat", default({"data.chat": True}, "prompts are messages; without a template for plain text: false")
     corrects = uses_vllm(job) and "vllm_importance_sampling_correction" in {**job.defaults, **job.values}
-    if not corrects and (uses_vllm(job) or processes(job) > 1):  # where `auto` would correct
+    if not corrects and (uses_vllm(job) or shared.processes(job) > 1):  # where `auto` would correct
         yield "correction", shared.NO_CORRECTION
-    yield from shared.cluster(1, processes(job))
+    yield from shared.cluster(1, shared.processes(job))

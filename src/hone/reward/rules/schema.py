@@ -8,10 +8,9 @@ file or in the row; they may refer to their own parts only, so nothing is downlo
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import jsonschema
 from jsonschema.validators import validator_for
@@ -22,6 +21,7 @@ from referencing.exceptions import Unresolvable
 from hone.config.run import Section, key
 from hone.reward.rules.answer import after_reasoning
 from hone.reward.signature import all_faulty, reward
+from hone.reward.strict_json import finite, refuse_constant
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Score
 
@@ -90,8 +90,8 @@ def _score(text: str, check: Any) -> Score:
     try:
         value = json.loads(
             fenced["inside"] if fenced else text,
-            parse_constant=_no_constant,
-            parse_float=_finite,
+            parse_constant=refuse_constant,
+            parse_float=finite,
             object_pairs_hook=_without_repeats,
         )
     except (ValueError, RecursionError) as error:
@@ -124,17 +124,6 @@ def validator(schema: Any) -> Any:
     return kind(
         schema, registry=Registry(), format_checker=FORMATS
     )  # an empty registry: references outside of it are not looked up
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is out of range")
-    return number
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from hone.devices import devices_here, module_of, synchronize, torch_kind
-from hone.memory.gauges import GIB, MIB
 from hone.model.kernels import use_fused_kernels, uses_fused_kernels
 from hone.model.load import init_model
 from hone.model.logprobs import token_logprobs
+from hone.sizes import GIB, MIB
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
     PROMPT,

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hone.devices import give_back_memory, module_of
-from hone.memory.gauges import GIB
 from hone.model.hf import TransformersModel
 from hone.model.load import init_model, save_hf
+from hone.sizes import GIB
 from hone.tools.acceptance.decoding import WATCHED_TOKENS, rollout, use_of_steps
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (

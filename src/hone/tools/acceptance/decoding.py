@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hone.devices import module_of
-from hone.memory.gauges import GIB
 from hone.model.base import CausalModel
 from hone.model.load import init_model
 from hone.plan.kv_cache import CacheRoom
@@ -21,6 +20,7 @@ from hone.rollout.graphs import Step, StepGraphs
 from hone.rollout.local import graphs_on, make_stepper
 from hone.rollout.rows import RowJob
 from hone.rollout.scheduler import Scheduler
+from hone.sizes import GIB
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import NO_ACCELERATOR, PROMPT, TINY, PartSetting, random_requests, shape_of, timed
 from hone.tools.acceptance.usage import synchronizations, use_figures, watched

@@ -21,7 +21,6 @@ from hone.config.engine import EngineSection
 from hone.data.chat import character_tokenizer
 from hone.data.pack import collate
 from hone.devices import give_back_memory, used_and_total_bytes
-from hone.memory.gauges import GIB
 from hone.model.base import CausalModel
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel
@@ -31,6 +30,7 @@ from hone.rollout.engine import Engine, Request, Sampling
 from hone.rollout.local import LocalEngine, most_tokens
 from hone.rollout.vllm import VllmEngine
 from hone.rollout.vllm_args import VllmPlace
+from hone.sizes import GIB
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
     NO_ACCELERATOR,

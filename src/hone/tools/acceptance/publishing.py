@@ -11,7 +11,7 @@ import torch
 
 from hone.config.cluster import ClusterSection
 from hone.devices import devices_here
-from hone.memory.gauges import GIB, MIB
+from hone.sizes import GIB, MIB
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, shape_of
 

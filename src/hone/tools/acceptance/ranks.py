@@ -13,8 +13,8 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from hone.devices import devices_here, give_back_memory, module_of
-from hone.memory.gauges import GIB
 from hone.model.load import init_model
+from hone.sizes import GIB
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
     NO_ACCELERATOR,

@@ -11,13 +11,13 @@ import torch
 from hone.algo.algorithm import Algorithm
 from hone.config.run import Checkpointing, RunConfig
 from hone.devices import give_back_memory, module_of
-from hone.memory.gauges import GIB
 from hone.model.kernels import use_fused_kernels, uses_fused_kernels
 from hone.model.load import init_model
 from hone.plan import time as roofline
 from hone.plan.efficiency import MeasuredRates, remember_rates
 from hone.plan.hardware import find_hardware
 from hone.plan.planner import Plan, plan
+from hone.sizes import GIB
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
     NO_ACCELERATOR,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -48,12 +48,6 @@ class LiveMemory(TorchDispatchMode):
     def at(self, phase: str, moment: str) -> None:
         """What is alive from now on counts for this moment."""
         self._moment = (phase, moment)
-        self._note()
-
-    def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were there before."""
-        for tensor in tensors:
-            self._add(tensor)
         self._note()
 
     def as_one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
