@@ -27,8 +27,8 @@ from hone.plan.activations import Pass
 from hone.plan.cluster import Trained, update_moments
 from hone.plan.families import architecture_from
 from hone.plan.hardware import find_hardware
+from hone.plan.known_models import named_config
 from hone.plan.planner import plan
-from hone.plan.presets import named_config
 from hone.train.tracing.local import with_layers
 from hone.train.tracing.sharded import trace_sharded
 

@@ -14,8 +14,8 @@ from test_services import Watched
 from hone.config.run import ServiceSection
 from hone.data.chat import character_tokenizer
 from hone.model.load import init_model, save_hf
-from hone.reward.judge.asking import EngineFigures, read_metrics
 from hone.reward.judge.scorer import JudgeReward
+from hone.reward.judge.votes import EngineFigures, read_metrics
 from hone.services.launch import engine_note
 from hone.types import Group, Prompt, Sample
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import hone
-from hone.assemble.alarms import LiveAlarms
+from hone.assemble.job import LiveAlarms
 from hone.cli.main import main
 from hone.doctor.rules import RULES
 from hone.doctor.walk import WALK, walk

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from hone.assemble.verbs import HubRepository
 from hone.errors import DataError
-from hone.model.hub import HubRepository
 
 
 class Hub(ThreadingHTTPServer):

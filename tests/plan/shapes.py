@@ -1,7 +1,7 @@
 """Architectures of models that are shipped with Hone, by name."""
 
 from hone.plan.architecture import Architecture
-from hone.plan.presets import MODELS, named_architecture
+from hone.plan.known_models import MODELS, named_architecture
 
 
 def shape(name: str) -> Architecture:

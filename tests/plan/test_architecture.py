@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from hone.errors import DataError
 from hone.plan.architecture import padding_parameters
 from hone.plan.families import architecture_from
-from hone.plan.presets import MODELS, known_models
+from hone.plan.known_models import MODELS, known_models
 
 PARAMETERS = {
     "meta-llama-3-8b": 8_030_261_248,

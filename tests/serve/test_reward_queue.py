@@ -14,8 +14,8 @@ from hone.data.picture_processors import QwenProcessor
 from hone.data.pictures import BrokenPicture
 from hone.reward.client import ServiceReward, ServiceSettings
 from hone.reward.fingerprint import fingerprint
+from hone.reward.picture_urls import ShownPictures, picture_of
 from hone.reward.rewards import Component
-from hone.reward.shown import ShownPictures, picture_of
 from hone.reward.strict_json import decode_json, encode_json, plain
 from hone.reward.wire import (
     Disagreement,
@@ -32,8 +32,7 @@ from hone.reward.wire import (
 )
 from hone.serve.problem import HttpProblem
 from hone.serve.queue import MicroBatcher, RateEstimate, ScoreCache, ScoredGroup, ScoreQueue, batched
-from hone.serve.scoring import ScoringService
-from hone.serve.settings import ScoringSettings
+from hone.serve.scoring import ScoringService, ScoringSettings
 from hone.types import Fault, Group, Prompt, Sample, Score, Turn, VersionSpan
 
 

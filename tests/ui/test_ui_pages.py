@@ -11,7 +11,7 @@ from written_runs import write_run
 
 from hone.observe.report import MAX_LINES
 from hone.serve.http import HttpSettings, Lifecycle
-from hone.services.state import TOKEN_FILE, ServiceState, supervised_by_me, write_state, write_token
+from hone.services.state import TOKEN_FILE, ServiceState, own_supervision, write_state, write_token
 from hone.ui.server import Runs, _changes, ui_app
 
 
@@ -84,7 +84,7 @@ def test_a_run_has_its_report_and_what_happens_now(reader):
 
 def test_a_run_has_its_services_and_their_logs(reader, runs):
     service = ServiceState("judge", "http://127.0.0.1:9000", "ready", 1, 2, "f", "judge.log")
-    write_state(runs / "a", supervised_by_me(Path("run.yaml"), (service,), 1.0))
+    write_state(runs / "a", own_supervision(Path("run.yaml"), (service,), 1.0))
     (runs / "a" / "logs" / "judge.log").write_text("\n".join(f"line {n}" for n in range(300)))
     data = reader.get("/data/run?name=a").json()
     expected = {"name": "judge", "state": "ready", "url": "http://127.0.0.1:9000", "restarts": 2}

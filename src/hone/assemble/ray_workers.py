@@ -76,7 +76,7 @@ class RayWorkers:
         started = time.monotonic()
         if self._settings.engines.kind.needs_folder and self._model_folder is None:
             self._model_folder = await asyncio.to_thread(starting_folder, self._job)
-        kept = await self._well_engines()
+        kept = await self._healthy_engines()
         trainer = self._trainer = self._new_trainer(needs)
         if self.scoring.shares_devices:
             await self._prepare_scoring()
@@ -145,7 +145,7 @@ class RayWorkers:
         await self.end_trainer()
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
-    async def _well_engines(self) -> set[str]:
+    async def _healthy_engines(self) -> set[str]:
         """Names of the previous attempt's engines that can be published to; the others are ended."""
         engines = list(self._engines.values())
         are_well = await asyncio.gather(*(engine.is_well() for engine in engines))

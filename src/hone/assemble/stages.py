@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 
-from hone.assemble.alarms import LiveAlarms
 from hone.assemble.inputs import changed_inputs, input_hashes, provenance
 from hone.assemble.job import (
     Job,
+    LiveAlarms,
     asks_to_stop,
     first_cause,
     in_new_loop,

@@ -15,10 +15,10 @@ from hone.errors import DataError
 from hone.memory.calibration import RESIDUAL
 from hone.plan.cluster import Trained, forward_moment, pool_moments, update_moments
 from hone.plan.inputs import implementation_of, microbatch, microbatch_tokens
+from hone.plan.known_models import named_config, policy_config
 from hone.plan.ledger import Moment
 from hone.plan.planner import Plan
 from hone.plan.pools import pools_of
-from hone.plan.presets import named_config, policy_config
 from hone.train.tracing.local import trace_local, with_layers
 from hone.train.tracing.memory import Moments
 from hone.train.tracing.sharded import trace_sharded

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import httpx
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from hone.assemble.job import first_cause, in_new_loop, located, set_up_arithmetic
 from hone.assemble.models import model_before, named_model, scalar_model, weights_before, with_adapter
@@ -23,7 +26,6 @@ from hone.errors import ConfigError, DataError
 from hone.loop.evaluate import Evaluation, evaluate
 from hone.model.base import CausalModel
 from hone.model.heads import ScalarModel
-from hone.model.hub import HubRepository
 from hone.model.load import load_model, save_hf
 from hone.model.lora import save_adapter
 from hone.reward.judge.evaluate import Figures, evaluate_judge, read_pairs
@@ -37,6 +39,8 @@ from hone.services.supervisor import Services
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
 from hone.train.optim import MASTER, FlatWeights
 from hone.train.policy import refuse_other_base
+
+_UPLOAD_ERRORS = (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, httpx.HTTPError, OSError)
 
 
 def check_run(loaded: Loaded, *, start_services: bool = False) -> CheckReport:
@@ -223,3 +227,39 @@ def evaluate_judge_of(loaded: Loaded, pairs: Path, *, name: str | None, url: str
             await judge.close()
 
     return asyncio.run(run()).metrics()
+
+
+class HubRepository:
+    """A model repository of the hub, made if it is not there. Token and hub are those of huggingface_hub: of
+    `hf auth login` or HF_TOKEN, and HF_ENDPOINT.
+
+    Args:
+        name: `owner/name`, or a name of the user's own.
+        is_private: of a new one; one that is there stays as it is.
+        endpoint: of the hub; None: the one that huggingface_hub is set to.
+
+    Raises:
+        DataError: no token, no right to write, or no answer.
+    """
+
+    def __init__(self, name: str, *, is_private: bool = True, endpoint: str | None = None) -> None:
+        self._api = HfApi(endpoint=endpoint)
+        try:
+            self.name = self._api.create_repo(name, private=is_private, exist_ok=True).repo_id
+        except _UPLOAD_ERRORS as error:
+            raise DataError(
+                f"{name}: no such repository could be made on {self._api.endpoint}: {_upload_cause(error)}"
+            ) from error
+
+    def upload(self, folder: Path, message: str) -> str:
+        """Every file of a directory, as one commit. Returns the address of the repository. Raises DataError."""
+        try:
+            self._api.upload_folder(repo_id=self.name, folder_path=folder, commit_message=message)
+        except _UPLOAD_ERRORS as error:
+            raise DataError(f"{folder}: not uploaded to {self.name}: {_upload_cause(error)}") from error
+        return f"{self._api.endpoint}/{self.name}"
+
+
+def _upload_cause(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0] or type(error).__name__
+    return f"{first} Log in with `hf auth login`, or set HF_TOKEN to a token that may write."

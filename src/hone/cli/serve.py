@@ -92,7 +92,7 @@ def reward(
     loaded = load_config(file, overrides or (), needed="reward")
     from hone.serve.http import HttpSettings
     from hone.serve.reward import run
-    from hone.serve.settings import ScoringSettings
+    from hone.serve.scoring import ScoringSettings
 
     http = given(
         HttpSettings,

@@ -14,7 +14,7 @@ from hone.errors import DataError
 from hone.plan.architecture import Architecture
 from hone.plan.families import architecture_from
 from hone.plan.hardware import known_gpu
-from hone.plan.presets import policy_config
+from hone.plan.known_models import policy_config
 from hone.plan.time import forward_flops
 from hone.types import Batch
 

@@ -15,9 +15,9 @@ from hone.plan.activations import ForwardKind, Pass
 from hone.plan.architecture import Architecture
 from hone.plan.families import architecture_from
 from hone.plan.hardware import Hardware
+from hone.plan.known_models import named_architecture, policy_config
 from hone.plan.kv_cache import CacheRoom, cache_room
 from hone.plan.local import ScoringModel
-from hone.plan.presets import named_architecture, policy_config
 from hone.plan.workload import Workload, share_of
 from hone.sizes import OWN_FAMILIES
 

@@ -30,9 +30,8 @@ from hone.plan.architecture import Architecture, adapter_parameters
 from hone.plan.engine import CONTEXT_BYTES, GRAPH_BYTES
 from hone.plan.kv_cache import CacheRoom
 from hone.plan.ledger import Moment, Term, moment, term
-from hone.plan.routing import routing_records
 from hone.plan.workload import Workload
-from hone.sizes import KEPT_FEATURES_BYTES, KEPT_PIXELS_BYTES, PATCHES_PER_PASS
+from hone.sizes import KEPT_FEATURES_BYTES, KEPT_PIXELS_BYTES, ONE_BYTE_EXPERTS, PATCHES_PER_PASS
 
 PROCESS_BYTES = 490 << 20
 """Python with torch, Transformers and Hone loaded. Measured: 450 to 490 MiB."""
@@ -433,3 +432,19 @@ def of_attention(work: Pass, *, backward: bool) -> Term:
 def _logits(size: int, each: int, work: Pass) -> Term:
     formula = f"{each} B x {work.chunk:,} tokens x {work.architecture.vocab:,} vocabulary"
     return term("logits", size, formula, "train.logprob_chunk_tokens")
+
+
+def routing_records(architecture: Architecture, workload: Workload) -> list[Term]:
+    """Records of all samples that may be in flight or trained, and of the batch that is made of those of one update.
+
+    None where routing is not replayed.
+    """
+    moe, lengths = architecture.experts, workload.lengths
+    if not workload.replays_routing or moe is None:
+        return []
+    layers = architecture.expert_layers
+    each = layers * moe.active * (1 if moe.count <= ONE_BYTE_EXPERTS else 2)
+    tokens = workload.prompts * lengths.max_prompt + workload.samples * lengths.max_response
+    updates = workload.max_staleness + 2
+    formula = f"{updates} x {tokens:,} tokens x {each} B ({layers} layers x {moe.active} experts)"
+    return [term("routing records", updates * tokens * each, formula, "algorithm.replay_routing")]

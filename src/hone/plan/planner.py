@@ -26,8 +26,8 @@ from hone.plan.engine import EnginePlan
 from hone.plan.hardware import Hardware
 from hone.plan.inputs import Inputs, changed, has_graphs, implementation_of, microbatch, plain, resolve, room_of
 from hone.plan.ledger import Ledger, Moment
+from hone.plan.local import routing_records
 from hone.plan.pools import pools_of
-from hone.plan.routing import routing_records
 from hone.plan.schedule import measured_rates, step_time
 from hone.plan.time import StepTime
 from hone.plan.verdict import Verdict, best_suggestion, judge

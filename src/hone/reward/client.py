@@ -34,8 +34,8 @@ from hone.reward.http import (
     RetryingCall,
     Unavailable,
 )
+from hone.reward.picture_urls import ShownPictures
 from hone.reward.resolve import Unusable
-from hone.reward.shown import ShownPictures
 from hone.reward.signature import ScoreSample, all_faulty
 from hone.reward.wire import Item, ItemResult, Mode, RewardReply, RewardRequest, items_of, request_parts, score_of
 from hone.runtime.user_code import DETAIL_CHARACTERS

@@ -16,7 +16,7 @@ from torch import Tensor
 from hone.model.decoder import Attend
 from hone.model.layout import filled
 from hone.plan.kv_cache import columns_for
-from hone.rollout.upload import upload
+from hone.rollout.sampling import upload
 from hone.sizes import round_size
 
 

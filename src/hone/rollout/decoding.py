@@ -41,8 +41,8 @@ from hone.rollout.cache import (
 )
 from hone.rollout.engine import CacheUse
 from hone.rollout.graphs import StepGraphs
+from hone.rollout.sampling import upload
 from hone.rollout.stepper import closing_moves
-from hone.rollout.upload import upload
 from hone.sizes import round_size
 from hone.types import Picture, TokenIds
 

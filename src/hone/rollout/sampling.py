@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.rollout.upload import upload
-
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 64  # tokens per block of the two-level search: the vocabulary is read once, in sums
 
@@ -158,3 +156,12 @@ def _strictly_below(x: Tensor, bound: Tensor) -> Tensor:
 
 def _column(value_B: np.ndarray, like: Tensor) -> Tensor:
     return upload(value_B, like.device)[:, None]
+
+
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """The values on the device; on a CPU the same memory.
+
+    The driver takes a copy before this returns, so the array may change afterwards. A plain `.to(device)` would wait
+    until the device has done all that it was asked: one for each token and array is what an engine would mostly do.
+    """
+    return torch.from_numpy(values).to(device, non_blocking=True)

@@ -17,9 +17,8 @@ from torch import Tensor
 from hone.data.pack import pictures_of, unrecorded
 from hone.rollout.engine import CacheUse, Decode, text_up_to_stop
 from hone.rollout.rows import NOTHING, RowJob, Rows
-from hone.rollout.sampling import on_host, sample
+from hone.rollout.sampling import on_host, sample, upload
 from hone.rollout.stepper import Stepper, closing_moves
-from hone.rollout.upload import upload
 from hone.types import ExpertIds, Sample
 
 

@@ -32,7 +32,7 @@ from hone.model.layout_attention import over_rows
 from hone.model.vision import with_pictures
 from hone.plan.kv_cache import LEAST_COLUMNS, CacheRoom, columns_for
 from hone.rollout.engine import CacheUse
-from hone.rollout.upload import upload
+from hone.rollout.sampling import upload
 from hone.types import ExpertIds, Picture, TokenIds
 
 FIRST_COLUMNS = 64

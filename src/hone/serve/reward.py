@@ -38,8 +38,7 @@ from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, guarded_app, 
 from hone.serve.problem import HttpProblem
 from hone.serve.routing import strict_router
 from hone.serve.running import serve
-from hone.serve.scoring import ScoringService
-from hone.serve.settings import ScoringSettings
+from hone.serve.scoring import ScoringService, ScoringSettings
 
 NAME = "hone-reward"
 Named = Annotated[str | None, Query(alias="reward", description="A component; left out: the weighted whole.")]

@@ -16,17 +16,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from hone.config.load import Loaded
 from hone.data.pictures import BrokenPicture
 from hone.errors import RewardError
 from hone.reward.aggregate import settled, weighted_sums
 from hone.reward.fingerprint import fingerprint
 from hone.reward.judge.scorer import JudgeReward
+from hone.reward.picture_urls import picture_of
 from hone.reward.rewards import Component, Rewards, UserFunctionScorer
-from hone.reward.shown import picture_of
 from hone.reward.signature import Range
 from hone.reward.strict_json import printable
 from hone.reward.wire import (
+    MAX_ITEMS,
+    MAX_RESPONSE_BYTES,
     Disagreement,
     Item,
     ItemError,
@@ -39,7 +43,6 @@ from hone.reward.wire import (
 from hone.serve.metrics import RewardMetrics
 from hone.serve.problem import HttpProblem
 from hone.serve.queue import ScoreCache, ScoreClaim, ScoreQueue, batched
-from hone.serve.settings import ScoringSettings
 from hone.types import Fault, Picture, Score
 
 _MAX_RETRY_AFTER_S = 60.0
@@ -47,6 +50,39 @@ _TURN_S = 0.005
 """Time to compute keys of one request before other tasks get the event loop."""
 _RESTART_S = 1.0
 """About what a worker process takes to start; abandoned work in one is killed no sooner."""
+
+
+class ScoringSettings(BaseModel):
+    """How much a reward service takes on, for how long, and what it remembers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    max_items: int = Field(1024, ge=1, le=MAX_ITEMS)
+    """Items of one request."""
+    max_solution_kib: int = Field(256, ge=1, le=MAX_RESPONSE_BYTES >> 10)
+    """Longest response that is scored, in KiB of UTF-8; a longer one earns the least that the reward declares."""
+    queue_items: int = Field(4096, ge=1)
+    """Items that wait or are being scored; requests beyond that are refused (503)."""
+    client_items: int = Field(0, ge=0)
+    """The same for one client (by token, else by address), refused with 429; 0: no limit of its own."""
+    max_wait_s: float = Field(60.0, gt=0)
+    """A request that would wait longer than this, or than its own deadline, before it is scored is refused (503)."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline of a request that has none of its own, in seconds."""
+    max_in_flight_groups: int = Field(256, ge=1)
+    """Groups that one component is given at one time; what scores them may have a lower limit of its own."""
+    batch_items: int = Field(64, ge=1)
+    """Items of different requests that a component which can look at many at a time is given together."""
+    batch_wait_ms: float = Field(2.0, ge=0)
+    """How long the first of them waits for others while that component has nothing to do, in milliseconds."""
+    cache_items: int = Field(65_536, ge=0)
+    """Scores that are remembered, so that the same item asked again is answered at once and the same."""
+    cache_ttl_s: float = Field(3600.0, gt=0)
+    """How long, in seconds."""
+    allow_request_weights: bool = False
+    """Let /compute_reward bring weights of its own for the components."""
+    unscored_constant: float | None = None
+    """What /get_reward and /slime answer for an item that could not be scored; null, the honest setting: 503."""
 
 
 @dataclass(frozen=True, slots=True)

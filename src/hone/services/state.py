@@ -64,7 +64,7 @@ class Supervision:
         return asdict(self)
 
 
-def supervised_by_me(run_file: Path, services: tuple[ServiceState, ...], stop_timeout_s: float) -> Supervision:
+def own_supervision(run_file: Path, services: tuple[ServiceState, ...], stop_timeout_s: float) -> Supervision:
     """The state that this process writes."""
     me = psutil.Process()
     return Supervision(me.pid, me.create_time(), str(run_file.absolute()), stop_timeout_s, services)

@@ -47,10 +47,10 @@ from hone.services.state import (
     TOKEN_FILE,
     Supervision,
     kept_up,
+    own_supervision,
     read_state,
     read_token,
     runtime_folder,
-    supervised_by_me,
     write_state,
     write_token,
 )
@@ -276,7 +276,7 @@ class Services:
         with contextlib.suppress(OSError):  # a full disk: the services run all the same
             states = tuple(service.state for service in self._services.values())
             longest_s = max(service.launch.service.stop_timeout_s for service in self._services.values())
-            write_state(self._folder, supervised_by_me(self._run_file, states, longest_s))
+            write_state(self._folder, own_supervision(self._run_file, states, longest_s))
 
 
 async def begin_here(launch: Launch) -> ServiceProcess:

@@ -21,16 +21,16 @@ from typing import Any, Self
 
 from hone.reward.args import address_of, settings_of
 from hone.reward.http import Addresses, Counts
-from hone.reward.judge.asking import REFUSED, Asker, EngineFigures, Traffic, Vote
 from hone.reward.judge.guard import FLAGS, Canaries, Flag, flags_of
 from hone.reward.judge.parse import FAILURES, Reading
 from hone.reward.judge.prompt import GRM, ByteBound, Counter, JudgeTemplate, Messages, TokenizerCounter, neutraliser
 from hone.reward.judge.settings import JudgeSettings, length_problems, template_text
 from hone.reward.judge.user import UserFunctions
+from hone.reward.judge.votes import REFUSED, Asker, EngineFigures, Traffic, Vote
 from hone.reward.openai import ChatAnswer, ChatClient
+from hone.reward.picture_urls import ShownPictures
 from hone.reward.pool import CallFailed
 from hone.reward.resolve import Unusable
-from hone.reward.shown import ShownPictures
 from hone.reward.signature import MayScoreSample, Range, all_faulty
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Prompt, Sample, Score

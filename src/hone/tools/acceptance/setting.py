@@ -21,7 +21,7 @@ from hone.config.run import OptimizerSection, RunSection
 from hone.devices import devices_here, is_accelerator, synchronize
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
-from hone.plan.presets import named_config
+from hone.plan.known_models import named_config
 from hone.rollout.engine import Request, Sampling
 from hone.runtime.processes import end_with
 from hone.train.learner import Passes

@@ -1,7 +1,10 @@
-r"""verl's rewards of data sources that no other rule has: `math_dapo`, `prime_math` and `geo3k`.
+r"""Rewards of other tools by their own names: verl's `math_dapo`, `prime_math` and `geo3k`, of data sources that no
+other rule has, and MindSpeed RL's verifiers `acc`, `base_acc` and `step`.
 
-Same values as its `reward_score`, with Hone's comparison of answers (`mathematics`). `gsm8k` and, for MATH, which verl
-scores by a boxed answer, `math` are in files of their own.
+Same values as verl's `reward_score` and MindSpeed RL's `rule_verifier.py`, with Hone's comparison of answers
+(`mathematics`); docs/rewards-rules.md lists the differences. The main one to MindSpeed RL: an answer whose comparison
+does not end gets the minimum here; there it gets 0, more than a wrong answer. `gsm8k` and, for MATH, which verl scores
+by a boxed answer, `math` are in files of their own; MindSpeed RL's `format` and `strict_format` are in `tags`.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ from __future__ import annotations
 import re
 
 from hone.reward.rules.answer import after_reasoning, last_boxed
-from hone.reward.rules.mathematics import Answer, score_against_gold, score_final
+from hone.reward.rules.mathematics import Answer, score_against_gold, score_final, score_response
+from hone.reward.rules.tags import TagSettings, is_strict
 from hone.reward.signature import reward
 from hone.types import Fault, Group, Score
 
@@ -19,6 +23,8 @@ _BEHIND_RESULT = re.compile(r"(?:is|are)(?: the)? answer", re.IGNORECASE)
 _LAST_WORD = re.compile(r"\b(?:be|is|are|get)\s|=|:\s", re.IGNORECASE)
 RIGHT, FORM = 0.9, 0.1
 """Parts of `geo3k`."""
+_STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
+_ENOUGH_STEPS = 3
 
 
 @reward(minimum=-1.0, maximum=1.0, overrun=Fault.MODEL)
@@ -68,3 +74,31 @@ def _right_and_formed(text: str, gold: Answer) -> Score:
     _, opened, inner = rest.partition("\\boxed{")
     is_formed = bool(text.startswith("<think>") and closed and opened and "}" in inner)
     return Score(RIGHT * (right.value or 0.0) + FORM * is_formed, detail=right.detail)
+
+
+@reward(minimum=-1.0, maximum=1.0, overrun=Fault.MODEL)
+def acc(group: Group) -> list[Score] | tuple[Score, ...]:
+    r"""1 for the right result in `\boxed{}`, -0.5 for a wrong one, -1 without a box."""
+    return score_against_gold(group, _acc)
+
+
+def _acc(text: str, gold: Answer) -> Score:
+    if last_boxed(after_reasoning(text)) is None:
+        return Score(-1.0, Fault.MODEL, "no \\boxed{}")
+    found = score_response(text, gold)
+    return Score(1.0 if found.value == 1.0 else -0.5, detail=found.detail)
+
+
+@reward(minimum=0.0, maximum=1.0, overrun=Fault.MODEL)
+def base_acc(group: Group) -> list[Score] | tuple[Score, ...]:
+    """1 for the right result in a response of strict format; else 0."""
+    tags = TagSettings()
+    return score_against_gold(
+        group, lambda text, gold: score_response(text, gold) if is_strict(text, tags) else Score(0.0)
+    )
+
+
+@reward(minimum=0.0, maximum=1.0)
+def step(group: Group) -> list[float]:
+    """A third for each mark of step-by-step reasoning, 1 from three on."""
+    return [min(1.0, len(_STEP.findall(sample.text)) / _ENOUGH_STEPS) for sample in group.samples]
