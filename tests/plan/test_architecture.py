@@ -92,7 +92,7 @@ def test_hub_names_find_their_shape(name):
 
 
 def test_what_cannot_be_counted_says_so():
-    with pytest.raises(DataError, match=r"model_type 'gpt2' is none.*qwen3"):
+    with pytest.raises(DataError, match=r"model_type 'gpt2' is not supported.*qwen3"):
         architecture_from({"model_type": "gpt2"})
     with pytest.raises(DataError, match="hidden_size must be a whole number"):
         architecture_from({"model_type": "qwen3", "num_attention_heads": 4})

@@ -20,7 +20,6 @@ from hone.config.run import RunConfig
 from hone.config.topology import divided_tower, service_devices
 from hone.errors import DataError
 from hone.plan import cluster, local
-from hone.plan.architecture import 
 from hone.plan.cluster import PoolPlan
 from hone.plan.engine import EnginePlan
 from hone.plan.hardware import Hardware
