@@ -34,7 +34,7 @@ class Accelerator:
     device_type: Literal["cuda", "npu"]
     """torch's name."""
     backend: str
-    """Of torch.distributed."""
+    """Backend of torch.distributed."""
     resource: str
     """Ray's name."""
     variable: str
@@ -153,7 +153,7 @@ def torch_is_for_cpus() -> bool:
 
 
 def devices_of_machines(machines: Sequence[Mapping[str, float]], wanted: str, nodes: int) -> FoundDevices:
-    """Those of a Ray cluster.
+    """Devices of a Ray cluster's machines.
 
     Args:
         machines: Ray's resources of each.

@@ -215,7 +215,7 @@ def _among_siblings(function: Callable[[Tensor, Tensor, int], Tensor]) -> Credit
 
 
 def _in_deviations(function: Callable[[Tensor, Tensor, int, float], Tensor]) -> CreditFunction:
-    """As `_among_siblings`, of a function that divides by the group's standard deviation."""
+    """Like `_among_siblings`, of a function that divides by the group's standard deviation."""
     return lambda o: spread(function(o.reward_S, o.group_S, o.num_groups, o.std_floor), o)
 
 

@@ -74,7 +74,7 @@ class Bounds:
     sapo_tau: tuple[float, float] = (1.0, 1.0)
     """Steepness of the soft gate for positive and for negative advantages."""
     kl_coef: float = 0.0
-    """Of the KL to the policy before the update, at the tokens of `LossTokens.outlier_T`."""
+    """Coefficient of the KL to the policy before the update, at the tokens of `LossTokens.outlier_T`."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Job:
     compute: ThreadPoolExecutor
     stop: asyncio.Event
     device: torch.device
-    """Of this process, or of the ranks and engines of a cluster."""
+    """Device of this process, or of the ranks and engines of a cluster."""
     found: FoundDevices
     services: Services
     memory: RunMemory
@@ -117,7 +117,7 @@ class Job:
 
     @cached_property
     def data_cache(self) -> DataCache:
-        """Of this run's data; shows its progress on the console."""
+        """Cache of this run's data; shows its progress on the console."""
         return DataCache(self.observer.say)
 
     @property

@@ -46,7 +46,7 @@ class PolicySettings(BaseModel):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     threads: int = Field(0, ge=0)
-    """For arithmetic; 0 takes every core that this process may use."""
+    """CPU threads; 0 takes every core that this process may use."""
     max_concurrent: int = Field(64, ge=1)
     """Samples decoded together; bounds the KV cache."""
     image_root: Path | None = None

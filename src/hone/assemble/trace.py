@@ -59,7 +59,7 @@ class Point:
         return self.planned / self.traced - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Plain data for `--json`."""
         return {
             "device": self.device,
             "phase": self.phase,
@@ -85,7 +85,7 @@ class Trace:
         return max((point for point in self.points if point.moment == "peak"), key=lambda point: abs(point.error))
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Plain data for `--json`."""
         points = [point.as_dict() for point in self.points]
         return {"points": points, "notes": list(self.notes), "seconds": self.seconds}
 

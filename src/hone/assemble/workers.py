@@ -49,7 +49,7 @@ class Backend(Protocol):
     """Creates trainer and engines for one attempt of a stage and tears them down afterwards."""
 
     def workers(self, needs: frozenset[str], saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[Workers]:
-        """For RL.
+        """Trainer and engine of an RL stage.
 
         Args:
             needs: what the algorithm needs of a trainer; see `Algorithm.needs`.
@@ -58,11 +58,11 @@ class Backend(Protocol):
         ...
 
     def sft_trainer(self, steps: int, saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[Trainer]:
-        """For a supervised stage of `steps` optimizer steps."""
+        """Trainer of a supervised stage of `steps` optimizer steps."""
         ...
 
     def pair_learner(self, steps: int, saved: SavedCheckpoint | None) -> AbstractAsyncContextManager[PairLearner]:
-        """For a reward-model stage of `steps` optimizer steps."""
+        """Trainer of a reward-model stage of `steps` optimizer steps."""
         ...
 
 

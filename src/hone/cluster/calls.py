@@ -22,7 +22,7 @@ BEAT_S = 2.0
 GRACE_S = 5.0
 """How long to look for a dead process when another one reports a lost connection."""
 DIRECT_BYTES = 64 << 10
-"""Of an argument; Ray itself puts those above 100 KiB into the object store."""
+"""Largest argument that is sent with the call; Ray itself puts those above 100 KiB into the object store."""
 
 _killed: dict[str, str] = {}
 """Why this process killed an actor, by Ray's id of it; Ray itself reports only that it was killed."""
@@ -75,7 +75,7 @@ def wait_for_all(calls: Mapping[str, ray.ObjectRef], what: str, timeout_s: float
 
 
 async def wait_for_one(name: str, call: ray.ObjectRef, what: str, timeout_s: float, key: str = CALL_KEY) -> Any:
-    """As `wait_for_all`, of one process, in the event loop."""
+    """Like `wait_for_all`, of one process, in the event loop."""
     waiting = asyncio.wrap_future(call.future())  # type: ignore[attr-defined]
     try:
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)

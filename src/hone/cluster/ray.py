@@ -43,7 +43,7 @@ _POLL_S = 1.0
 _CONNECT_S = 5.0
 """How long Ray's own processes may take to accept a connection."""
 _SHARE = 0.01
-"""Of a core, for an actor on a GPU: Ray would count none at all as one."""
+"""Share of a core that an actor on a GPU reserves: Ray would count 0 as 1."""
 
 
 class RayCluster:
@@ -358,7 +358,7 @@ def end_with_ray() -> None:
 
 
 def own_address() -> str:
-    """Of this machine, as the cluster's others see it."""
+    """Address of this machine for the cluster's other machines."""
     import ray
 
     return ray.util.get_node_ip_address()
@@ -421,7 +421,7 @@ def _apart() -> Iterator[None]:
 
 
 def _holders() -> str:
-    """Who has the devices of the cluster, for people."""
+    """Which processes hold the cluster's devices, for people."""
     import ray
     from ray._private.state import available_resources_per_node
 

@@ -35,7 +35,7 @@ class ServiceHostActor:
         self._process: LocalServiceProcess | None = None
 
     async def address(self) -> str:
-        """Of this machine, as other machines of the cluster reach it."""
+        """Address of this machine for other machines of the cluster."""
         return own_address()
 
     async def plan(self, make: Callable[[], Launch]) -> Launch:

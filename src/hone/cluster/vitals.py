@@ -43,7 +43,7 @@ class VitalsWatch:
         self._processes, self._silence_s, self._silent = processes, silence_s, silent
         self._interval_s, self._timeout_s, self._look_s = interval_s, timeout_s, look_s
         self._found: dict[Any, Vitals] = {}
-        """By handle."""
+        """Newest vitals by handle."""
         self._fullest: dict[Any, CacheUse] = {}
         """Since the previous line of metrics, by handle."""
         self._asking: asyncio.Task[None] | None = None
@@ -61,7 +61,7 @@ class VitalsWatch:
                 await self._asking
 
     def metrics(self) -> dict[str, float]:
-        """By the last answers."""
+        """Metrics of the newest vitals."""
         measured = {}
         for name, actor in dict(self._processes()).items():
             if (vitals := self._found.get(actor)) is None:

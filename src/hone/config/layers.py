@@ -29,7 +29,7 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """As `exists`."""
+    """Like `exists`."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -37,7 +37,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_dir(path: Path) -> bool:
-    """As `exists`."""
+    """Like `exists`."""
     try:
         return path.is_dir()
     except (OSError, ValueError):

@@ -114,7 +114,7 @@ def load_config(
 
 
 def load_mapping(sections: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str, run_file: Path) -> Loaded:
-    """As `load_config`, of the content of a run file as plain data.
+    """Like `load_config`, of the content of a run file as plain data.
 
     Args:
         source: how problems name where the data is from.

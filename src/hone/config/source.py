@@ -27,8 +27,8 @@ class SourceSection(Section):
     name: str | None = key(None, min_length=1)
     """Name in metrics; null: the last part of `path`."""
     weight: float | None = key(None, ge=0)
-    """Of a source in `data.train`: its share of the prompts, relative to those of the others, which need a weight
-    too then; 0 leaves it out. null for all: every row counts the same, so that larger sources have larger shares."""
+    """Share of the prompts from this source in `data.train`, relative to the other sources, which then need a weight
+    too; 0 leaves it out. null for all: every row counts the same, so that larger sources have larger shares."""
     split: str | None = key(None)
     """Split of a Hugging Face dataset; null: that of the list, such as `data.train_split`."""
     prompt_column: str | None = key(None)

@@ -29,7 +29,7 @@ class Pool:
 
     name: str
     roles: tuple[Role, ...]
-    """Those that this run needs, in the order of `ROLES`."""
+    """Roles that this run needs, in the order of `ROLES`."""
     devices: tuple[int, ...]
     nodes: tuple[int, ...]
     """The machine of each."""
@@ -77,7 +77,7 @@ class Topology:
     backend: str
     nodes: int
     devices_per_node: int
-    """Those of services included, which are on the first machine."""
+    """Devices of a machine; includes those of services, which are on the first machine."""
     pools: tuple[Pool, ...]
     trainer: TrainerGroup
     engines: tuple[PlacedReplica, ...]
@@ -130,7 +130,7 @@ class Topology:
         return any(self.shares_devices(role, learner) for learner in TRAINED)
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Plain data for `--json`."""
         return {**asdict(self), "colocated": self.colocated}
 
 
@@ -306,7 +306,7 @@ def topology_lines(topology: Topology) -> list[str]:
 
 
 def _turns(topology: Topology) -> str:
-    """Who takes turns with the engines, in words."""
+    """Which roles share the engines' devices, in words."""
     if len(topology.pools) == 1:
         return "roles take turns"
     sharing = [role for role in TRAINED if topology.shares_devices(role, "rollout")]

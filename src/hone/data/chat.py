@@ -185,7 +185,7 @@ def _parameters(function: Callable[..., object]) -> frozenset[str]:
 
 
 def check_characters(text: str, alphabet: frozenset[str] | None, *, special: Sequence[str] = ()) -> None:
-    """As `Tokenizer.check_characters`; `alphabet` is that of a character-level tokenizer, else None."""
+    """Like `Tokenizer.check_characters`; `alphabet` is that of a character-level tokenizer, else None."""
     for token in special if alphabet is not None else ():
         text = text.replace(token, "")
     unknown = set(text) - alphabet if alphabet is not None else _SURROGATE.findall(text)

@@ -103,7 +103,7 @@ def score_columns(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
 
 
 def pictures_of(pictures: Sequence[tuple[Picture, ...]]) -> tuple[tuple[Picture, ...], ...]:
-    """As `Batch.pictures`, from those of each prompt."""
+    """Like `Batch.pictures`, from those of each prompt."""
     return tuple(pictures) if any(pictures) else ()
 
 

@@ -208,7 +208,7 @@ def family_of(files: Mapping[str, str]) -> type[PictureProcessor] | None:
 
 
 def known_family(files: Mapping[str, str]) -> type[PictureProcessor]:
-    """As `family_of`. Raises DataError where that is None."""
+    """Like `family_of`. Raises DataError where that is None."""
     if (kind := family_of(files)) is not None:
         return kind
     name = _image_keys(files).get("image_processor_type")

@@ -42,7 +42,7 @@ class SftRow(NamedTuple):
     loss_mask: NDArray[np.bool_] | None = None
     """Which response tokens are targets; None: all."""
     pictures: tuple[Picture, ...] = ()
-    """Of the prompt."""
+    """Pictures of the prompt."""
 
 
 class PromptStream:

@@ -93,7 +93,7 @@ class Imported:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Plain data for `--json`."""
         return {
             "tool": self.foreign.tool,
             "version": self.version,

@@ -162,7 +162,7 @@ class History:
         return value
 
     def number(self, name: str) -> float:
-        """As `key`, a number; NaN for anything else."""
+        """Like `key`, a number; NaN for anything else."""
         value = self.key(name)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 

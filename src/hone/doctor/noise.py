@@ -18,7 +18,7 @@ class NoiseAdvice:
     scale: float
     """Samples per step at which noise and signal of the gradient are equal."""
     samples: int
-    """Of an optimizer step, today."""
+    """Samples of an optimizer step at present."""
 
     def worth(self, factor: float) -> float:
         """Progress of one update with `factor` times the samples, over today's: (1 + N / B) / (1 + N / (factor B))."""

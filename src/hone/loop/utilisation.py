@@ -33,8 +33,8 @@ class Utilisation:
 
     @classmethod
     def here(cls, config: RunConfig, topology: Topology, device: torch.device, folder: Path) -> Utilisation | None:
-        """Of a run's policy on the GPUs of this machine; None where their peak or the model's family is not known, or
-        where a critic learns in the same call.
+        """Utilisation of a run's policy on this machine's GPUs; None where their peak or the model's family is not
+        known, or where a critic learns in the same call.
 
         Args:
             folder: where relative paths of the run file start.

@@ -22,7 +22,7 @@ from hone.runtime.files import state_folder, write_user_state
 
 MOST_ENTRIES = 400
 MOST_RUNS = 20
-"""Of one phase, that an estimate is made of: the newest."""
+"""Newest runs of a phase that an estimate uses."""
 FORMAT = 3
 """Raised too when the closed forms change so much that older residuals say nothing of them."""
 RESIDUAL = "beyond plans so far"

@@ -65,7 +65,7 @@ class Gauge(Protocol):
     what: str
     """Name of what is measured, for messages."""
     capacity_bytes: int
-    """Of the whole device."""
+    """Memory of the whole device."""
 
     def reset(self) -> None:
         """Begin a new peak."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LEAST_RELIEF = 0.01
-"""Of a phase's planned peak: a rung that frees less comes after those that free more."""
+"""Share of a phase's planned peak; rungs that free less come after those that free more."""
 CHECK_EVERY_S = 0.02
 LOW, HIGH = 0.75, 0.85
 """Memory in use that is well used: below, `plan.autotune` goes up; above, it takes its last step back."""

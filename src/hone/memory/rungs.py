@@ -81,7 +81,7 @@ class Change:
     """What the failed allocation said, or how full the device was."""
     seen_bytes: int
     predicted_bytes: int | None
-    """Of the phase, by the plan at that time."""
+    """Planned peak of the phase at that time."""
     limit_bytes: int
 
     @property
@@ -95,7 +95,7 @@ class Change:
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """Message for people."""
         changed = f"{self.key} {shown(self.old)} -> {shown(self.new)}"
         if self.reason == "room":
             return f"{self.detail}: {changed}"

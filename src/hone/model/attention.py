@@ -85,7 +85,7 @@ class _BlockRows:
     keys: Tensor
     values: Tensor
     outputs: Tensor
-    """As `queries`, in a tensor that holds nothing else, such as the gradient of the output."""
+    """Like `queries`, in a tensor that holds nothing else, such as the gradient of the output."""
     sums: Tensor
     """Where gradients of keys and values are summed."""
     bias: Tensor

@@ -140,7 +140,7 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `named_weights`, without the adapter: always views."""
+        """Like `named_weights`, without the adapter: always views."""
 
     @property
     def aliases(self) -> Collection[str]:

@@ -159,7 +159,7 @@ class TransformersModel(CausalModel):
         return self._hidden_of_rows(layout, balance) if self.why_rows else self._hidden_of_layout(layout, balance)
 
     def _hidden_of_layout(self, layout: Layout, balance: LoadBalance | None) -> Tensor:
-        """As `hidden`, each prompt and its pictures computed once."""
+        """Like `hidden`, each prompt and its pictures computed once."""
         part = self.sequences.part_of(layout)
         self._replay(part.routing_X)
         given: dict[str, Any] = {"input_ids": part.token_ids_X[None], "position_ids": part.position_X[None]}
@@ -177,7 +177,7 @@ class TransformersModel(CausalModel):
         return part.dealt(self.last_hidden(out)[0].index_select(0, part.needed_W))
 
     def _hidden_of_rows(self, layout: Layout, balance: LoadBalance | None) -> Tensor:
-        """As `hidden`, each distinct sample alone."""
+        """Like `hidden`, each distinct sample alone."""
         if layout.pictures:
             raise DataError(no_pictures(self.hf_config.model_type))
         rows = layout.rows()

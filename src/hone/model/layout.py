@@ -158,7 +158,7 @@ class Layout:
         pictures: Sequence[Sequence[Picture]] = (),
         routing: tuple[ExpertIds, Sequence[ExpertIds]] | None = None,
     ) -> Layout:
-        """As `build`, from flat arrays: the (S,) response lengths and their (T,) tokens in sample order; the pictures
+        """Like `build`, from flat arrays: the (S,) response lengths and their (T,) tokens in sample order; the pictures
         of each prompt, if there are any; and the experts of these tokens and of each prompt's, if they are to be
         replayed. Of identical responses the first one's are."""
         prompt_S, length_S, token_ids_T = (np.asarray(a, np.int64) for a in (prompt_S, length_S, token_ids_T))

@@ -247,7 +247,7 @@ def _sums(
 def _fused_sums(
     products_CV: Tensor, target_C: Tensor, words: _Words, logit_map: LogitMap, factor: float
 ) -> tuple[Tensor, ...]:
-    """As `_sums`; the products stay as they are. A logit grows with its product, so the largest is the largest's."""
+    """Like `_sums`; the products stay as they are. A logit grows with its product, so the largest is the largest's."""
     top_C1 = words.largest(logit_map(products_CV.amax(-1, keepdim=True)).mul_(factor))
     of_map = {"logit_scale": logit_map.scale, "cap": logit_map.cap, "factor": factor}
     return top_C1, *words.total(*_kernel_of_sums(products_CV, top_C1, target_C, first=words.first, **of_map))

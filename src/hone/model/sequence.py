@@ -50,11 +50,11 @@ class SequencePart:
     attend: Callable[..., Tensor]
     """From q, k and v of these tokens to what they attend to, as `attention.Attention`."""
     needed_W: Tensor
-    """As `Layout.needed_W`, of these tokens."""
+    """Like `Layout.needed_W`, of these tokens."""
     dealt: Callable[[Tensor], Tensor]
     """From the hidden states of `needed_W` to those that predict this rank's share of `Layout.target_U`."""
     routing_X: Tensor | None
-    """As `Layout.routing_X`, of these tokens."""
+    """Like `Layout.routing_X`, of these tokens."""
 
 
 class SequenceGroup:

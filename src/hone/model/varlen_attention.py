@@ -199,7 +199,7 @@ def _attended(
 
 
 def _of_both(q: Tensor, k: Tensor, v: Tensor, plan: RaggedPlan, kernels: RaggedKernels) -> tuple[Tensor, Tensor]:
-    """As `_attended`, of all keys before each query."""
+    """Like `_attended`, of all keys before each query."""
     out, normaliser = kernels.forward(q, k, v, plan.own)
     if plan.shared is None:
         return out, normaliser

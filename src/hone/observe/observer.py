@@ -37,7 +37,7 @@ from hone.types import Group, Position
 REPORT_EVERY_S = 120.0
 """How often report.html is written during the run."""
 REPORT_SHARE = 0.02
-"""Of a run's time, at most, for reports during it."""
+"""Largest share of a run's time spent on reports during it."""
 
 OnMetrics = Callable[[dict[str, Any]], object]
 """Callback for a line of metrics: `stage`, `step` and values by name."""
@@ -133,7 +133,7 @@ class Observer:
         self._callbacks = (*self._callbacks, callback)
 
     def follow(self, take: OnMetrics, state: Callable[[], Mapping[str, Any]]) -> None:
-        """As `call` for the run's alarms; every `position()` then has their `state()`."""
+        """Like `call` for the run's alarms; every `position()` then has their `state()`."""
         self.call(take)
         self._alarm_state = state
 
@@ -143,7 +143,7 @@ class Observer:
 
     @contextmanager
     def watching(self, measure: Callable[[], Mapping[str, float]]) -> Iterator[None]:
-        """As `watch`, within a context."""
+        """Like `watch`, within a context."""
         self.watch(measure)
         try:
             yield
@@ -156,7 +156,7 @@ class Observer:
 
     @contextmanager
     def work(self, role: str, what: str) -> Iterator[None]:
-        """As `span`, in the lane of a role."""
+        """Like `span`, in the lane of a role."""
         with self._spans.span(what, has_lane=False), self.during(role, what):
             yield
 
@@ -236,7 +236,7 @@ class Observer:
         console.say(f"[{name}] {line}")
 
     def warn(self, message: str) -> None:
-        """As `say`, and shown even on a quiet console."""
+        """Like `say`, and shown even on a quiet console."""
         for view in self._views:
             view.warn(message)
 

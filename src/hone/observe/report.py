@@ -34,7 +34,7 @@ from hone.runtime.files import set_aside, write_whole
 SUMMARY = Path("logs") / "summary.json"
 
 MAX_LINES = 4000
-"""Of metrics.jsonl that a page is made of; of a longer file these are evenly spaced."""
+"""Lines of metrics.jsonl that a page uses; of a longer file, evenly spaced ones."""
 MAX_POINTS = 1000
 """Per curve; longer ones show means of equal bins."""
 MAX_SAMPLES = 320

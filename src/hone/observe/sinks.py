@@ -243,7 +243,7 @@ def _protocol_buffers() -> tuple[Any, Any]:
 
 
 def _tensor_buffers() -> tuple[Any, Any, Any]:
-    """As `_protocol_buffers`, its modules of tensors, their shapes and their types."""
+    """Like `_protocol_buffers`, its modules of tensors, their shapes and their types."""
     from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2, types_pb2
 
     return tensor_pb2, tensor_shape_pb2, types_pb2

@@ -16,11 +16,11 @@ from hone.types import Group, Picture
 SIDE = 192
 """Longest side of a thumbnail, in pixels."""
 QUALITY = 80
-"""Of JPEG."""
+"""JPEG quality."""
 MAX_NEW = 32
 """Thumbnails made of one step's pictures; groups whose samples differ in reward come first."""
 MAX_BYTES = 16 << 20
-"""Of all thumbnails of a run."""
+"""Bytes of all thumbnails of a run."""
 
 
 class Thumbnails:

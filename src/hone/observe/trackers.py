@@ -23,7 +23,7 @@ from hone.runtime.files import write_whole
 MLFLOW_BATCH = 100
 """Parameters of one request."""
 MLFLOW_CHARS = 5000
-"""Of a parameter's value."""
+"""Length limit of a parameter's value."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Labels:
 
     name: str
     group: str | None = None
-    """Of the runs that it belongs to."""
+    """Group of runs that it belongs to."""
     tags: tuple[str, ...] = ()
 
 

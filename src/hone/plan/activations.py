@@ -111,7 +111,7 @@ def saved_per_token(work: Pass, checkpointing: Checkpointing | None = None) -> f
 
 
 def _saved(work: Pass, kind: LayerKind, mode: Checkpointing) -> float:
-    """As `saved_per_token`, of one kind of layer."""
+    """Like `saved_per_token`, of one kind of layer."""
     arch, p, tp = work.architecture, work.bytes_each, work.tensor_parallel
     if mode == "full" or isinstance(mode, int):
         return p * arch.hidden
@@ -289,7 +289,7 @@ def forward_per_token(work: Pass) -> float:
 
 
 def _forward(work: Pass, kind: LayerKind) -> float:
-    """As `forward_per_token`, of one kind: attention's tensors are still there while the feed-forward block computes,
+    """Like `forward_per_token`, of one kind: attention's tensors are still there while the feed-forward block computes,
     but for padded rows; those of a part with states are not."""
     arch, tp = work.architecture, work.tensor_parallel
     numbers, scores = 3.0 * arch.active_inner * kind.has_block, 0.0

@@ -89,7 +89,7 @@ class Trained:
 
     @property
     def layer_parameters(self) -> int:
-        """Of the largest layer as it is gathered, or reduced."""
+        """Parameters of the largest layer as it is gathered, or reduced."""
         return self.architecture.layer_parameters + padding_parameters(self.architecture, self.shard)
 
     def _gathered(self, count: int) -> float:
@@ -263,9 +263,9 @@ class PoolPlan:
     judge_sleeps: bool = True
     is_gpu: bool = True
     bucket_bytes: int = 0
-    """Of the buckets in which weights are published, at most."""
+    """Size limit of the buckets in which weights are published."""
     sent_bytes: int = 0
-    """Of the largest weight that is published; a larger one than a bucket has one of its own size."""
+    """Bytes of the largest published weight; one above the bucket size gets a bucket of its own."""
     by_host: bool = False
     """Weights are published through host memory (Ray's object store), not from device to device."""
 

@@ -32,9 +32,9 @@ class CacheRoom:
     """What may be in an engine's cache at one time, and the most that it may take."""
 
     prompt_tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     response_tokens: int
-    """Of the longest response."""
+    """Tokens of the longest response."""
     prompts: int
     """In flight, at most."""
     samples: int

@@ -77,7 +77,7 @@ class Ledger:
         return sorted(by_phase.values(), key=lambda moment: PHASES.index(moment.phase))
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Plain data for `--json`."""
         return {
             "device": self.device,
             "count": self.count,

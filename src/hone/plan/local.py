@@ -49,7 +49,7 @@ class ScoringModel:
     name: str
     architecture: Architecture
     batch_tokens: int
-    """Of one forward pass."""
+    """Tokens of one forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class LocalSettings:
     work: Pass
     """The largest microbatch."""
     room: CacheRoom
-    """Of the engine's cache."""
+    """Room of the engine's cache."""
     max_concurrent: int
     prefill_tokens: int
     is_gpu: bool
@@ -74,7 +74,7 @@ class LocalSettings:
     tower_learns: bool = False
     """Whether a vision tower is trained."""
     picture_pixels: int = 0
-    """Of the largest picture of a prompt; 0: prompts have none."""
+    """Pixels of the largest picture of a prompt; 0: prompts have none."""
 
 
 def local_moments(settings: LocalSettings, workload: Workload) -> tuple[list[Moment], list[Moment]]:

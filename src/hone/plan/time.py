@@ -98,7 +98,7 @@ class StepTime:
         return price_per_hour * devices * 1000 * self.step_s / 3600
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Plain data for `--json`."""
         return {
             "phases_s": dict(self.phases),
             "step_s": self.step_s,
@@ -199,7 +199,7 @@ class LearnerTime:
     bytes_each: int
     trained_parameters: int
     microbatches: int
-    """Of one device in a policy update, all passes together."""
+    """Microbatches of one device in a policy update, all passes together."""
     tensor_parallel: int = 1
     offloaded: bool = False
     visiting: bool = False
@@ -211,7 +211,7 @@ RECOMPUTED: Mapping[Checkpointing, float] = {"none": 0.0, "selective": 0.3, "ful
 
 
 def recomputed_frac(learner: LearnerTime) -> float:
-    """As `RECOMPUTED`, where some layers are too."""
+    """Like `RECOMPUTED`, where some layers are too."""
     if isinstance(learner.checkpointing, int):
         layers = learner.architecture.layers
         return RECOMPUTED["full"] * recomputed_layers(learner.checkpointing, layers) / layers

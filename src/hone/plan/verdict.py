@@ -69,7 +69,7 @@ def shares(moment: Moment, most: int = 5) -> str:
 
 
 LEAST_FRAC = 0.05
-"""Of the peak: a change that frees less is not suggested."""
+"""Share of the peak; a change that frees less is not suggested."""
 
 
 def best_suggestion(

@@ -81,7 +81,7 @@ class Workload:
     cuts_distribution: bool
     """Sampling sorts the vocabulary (top_p or min_p)."""
     adapter_rank: int
-    """Of LoRA; 0 trains every weight."""
+    """LoRA rank; 0 trains every weight."""
     adapter_targets: tuple[str, ...] | None
     evaluates: bool
     replays_routing: bool = False
@@ -104,7 +104,7 @@ class Workload:
         return prompts * lengths.mean_prompt + self.samples_per_optimizer_step * lengths.mean_response
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Plain data for `--json`."""
         return {
             "prompts_per_step": self.prompts,
             "group_size": self.group,

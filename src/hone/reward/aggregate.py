@@ -158,7 +158,7 @@ def _length_correlation(groups: Sequence[Group], name: str, weight: float) -> di
 
 
 def _covariance(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Of the pairs' two values, and the variance of each."""
+    """Covariance of the pairs' two values, and the variance of each."""
     mean_a, mean_b = _mean([a for a, _ in pairs]), _mean([b for _, b in pairs])
     return (
         _mean([(a - mean_a) * (b - mean_b) for a, b in pairs]),

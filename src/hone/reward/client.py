@@ -99,7 +99,7 @@ class ServiceReward:
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], *, folder: Path, services: Addresses = MappingProxyType({})) -> Self:
-        """Of a component's args. Raises Unusable when they do not fit."""
+        """The reward for a component's args. Raises Unusable when they do not fit."""
         settings = settings_of(ServiceSettings, args)
         ca_file = None if settings.ca_file is None else str(folder / Path(settings.ca_file).expanduser())
         try:

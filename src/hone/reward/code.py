@@ -61,7 +61,7 @@ class CodeSettings(Section):
     score: Literal["all", "fraction"] = key("all")
     """1 when every test passes, else 0 (stops at the first that fails); or the fraction of tests that pass."""
     tolerance: float = key(1e-6, unit="absolute or relative", ge=0)
-    """For numbers that the row writes with a decimal point."""
+    """Tolerance for numbers that the row writes with a decimal point."""
     remote_url: str | None = key(None)
     """A SandboxFusion-compatible service (`/run_code` is added); null: a sandbox on this machine."""
     remote_token_env: str | None = key(None)
@@ -73,7 +73,7 @@ class CodeSettings(Section):
     parallel: int = key(0, unit="programs", ge=0)
     """Programs at one time; 0: one per usable core, or 32 at a service."""
     test_cpu_s: int = key(5, unit="CPU seconds", ge=1)
-    """For each process of a test; bounds slow programs, independently of the machine's load."""
+    """CPU time of each process of a test; bounds slow programs, independently of the machine's load."""
     test_wall_s: float = key(25.0, unit="seconds", gt=0)
     """Elapsed time of a test; bounds programs that wait. Leave room for a busy machine."""
     program_wall_s: float = key(120.0, unit="seconds", gt=0)
@@ -81,7 +81,7 @@ class CodeSettings(Section):
     memory_mib: int = key(512, unit="MiB", ge=32)
     """Address space of each process, and memory of all processes of a test."""
     processes: int = key(16, unit="processes and threads", ge=1)
-    """Of a program, at one time."""
+    """Processes and threads of a program at one time."""
     output_kib: int = key(1024, unit="KiB", ge=1)
     """Standard output of a test, and a returned value."""
     disk_mib: int = key(32, unit="MiB", ge=1)

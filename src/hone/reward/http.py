@@ -34,7 +34,7 @@ CONNECT_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 5.0
 SERVER_SHARE = 0.9
 """Of the time of one try: what a service has not scored by then comes back as such, while the caller still waits."""
-"""For an endpoint to say that it is ready again."""
+"""Timeout of a readiness check of an endpoint."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Bounds of the random wait before another try, and of the rest of an endpoint that failed; they double each time."""
 EJECT_AFTER = 3
@@ -55,7 +55,7 @@ class Address:
 
 
 Addresses = Mapping[str, "str | Address"]
-"""Of running services, by name: a base URL, or what is more than one."""
+"""Addresses of running services, by name: one base URL or several."""
 
 
 class Unavailable(Exception):
@@ -320,7 +320,7 @@ class RetryingCall:
             await self.again(problem)
 
     def address(self, endpoint: Endpoint) -> str:
-        """What the call asks of an endpoint, for messages."""
+        """The call's request, for messages."""
         return endpoint.url + self._path
 
     async def again(self, problem: str) -> None:
@@ -388,7 +388,7 @@ class Endpoint:
         """A call is finding out whether it is well again."""
         self.resting_until = 0.0
         self.problem = ""
-        """Of the last failure."""
+        """Message of the last failure."""
 
     def is_resting(self) -> bool:
         return time.monotonic() < self.resting_until

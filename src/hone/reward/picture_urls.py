@@ -21,7 +21,7 @@ from hone.types import Picture
 KEPT_BYTES = 64 << 20
 """Encoded pictures that are kept, those used last."""
 QUALITY = 92
-"""Of JPEG."""
+"""JPEG quality."""
 
 
 class ShownPictures:

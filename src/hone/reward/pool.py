@@ -47,9 +47,9 @@ class _Declared:
     """A worker's first reply: what it found of each function."""
 
     problems: list[str]
-    """Of the run file."""
+    """Problems of the run file."""
     overrun_scores: tuple[float | None, ...]
-    """What a response earns that the function never returns from; None: that is no fault of the response."""
+    """Score of a response on which the function never returns; None: that is not the response's fault."""
     ranges: tuple[Range, ...]
 
 

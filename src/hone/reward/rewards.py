@@ -198,7 +198,7 @@ class Rewards:
             return await scoring.finish(group.samples)
 
     async def try_on(self, group: Group) -> Group:
-        """As `score`, for samples that the policy did not draw: they count towards no bound and no summary."""
+        """Like `score`, for samples that the policy did not draw: they count towards no bound and no summary."""
         async with self.begin(group.prompt) as scoring:
             return await scoring.scored(group.samples)
 

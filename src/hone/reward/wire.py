@@ -23,9 +23,9 @@ from hone.types import Fault, FinishReason, Group, Picture, Prompt, Sample, Scor
 SCHEMA_VERSION = "1"
 MAX_ID_CHARACTERS = 256
 MAX_PICTURES = 64
-"""Of one item."""
+"""Pictures of one item, at most."""
 MAX_ITEMS = 4096
-"""Of one request; a server's own limit is lower (`--max-items`)."""
+"""Items of one request, at most; a server's own limit is lower (`--max-items`)."""
 SUM_TOLERANCE = 1e-6
 """How far a score may be from the weighted sum of its components, relative to their size where that is above 1."""
 
@@ -86,7 +86,7 @@ class Item(Wire):
     messages: list[Message] | None = None
     """The messages that a rendered `prompt` came from."""
     pictures: list[str] = Field(default=[], max_length=MAX_PICTURES)
-    """Those of the prompt, in order: names in the request's `pictures`."""
+    """Pictures of the prompt, in order: names in the request's `pictures`."""
     solution_str: str
     """The response, without special tokens."""
     ground_truth: Any = None
@@ -148,7 +148,7 @@ class RewardRequest(Wire):
 
 
 class ComponentResult(Wire):
-    """What one component said of an item."""
+    """Verdict of one component on an item."""
 
     score: FiniteFloat | None
     weight: FiniteFloat
@@ -169,7 +169,7 @@ class ItemError(Wire):
     """Why an item has no score."""
 
     fault: Literal["data", "infra"]
-    """Whose it is: the row's, or ours."""
+    """Whether the row or the service is at fault."""
     retryable: bool
     """Whether the same item may be scored later; a broken row stays broken."""
     component: str | None = None

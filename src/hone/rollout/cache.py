@@ -112,7 +112,7 @@ class Region:
         return upload(index.reshape(-1), self.data.device)
 
     def flat_index_of_first(self, column_X: Tensor) -> Tensor:
-        """As `flat_index`, for a token in each of the first X slots."""
+        """Like `flat_index`, for a token in each of the first X slots."""
         num_kv_heads, columns = self.data.shape[3], self.data.shape[4]
         first = torch.arange(0, len(column_X) * num_kv_heads * columns, columns, device=column_X.device)
         return (first.view(-1, num_kv_heads) + column_X[:, None]).view(-1)

@@ -104,11 +104,11 @@ class CacheUse:
     room_bytes: int = 0
     """Bytes of that memory; 0 where it is not known."""
     asked_tokens: int = 0
-    """Of prompts, that were looked for among those computed before (vLLM's prefix cache); 0 without a cache."""
+    """Prompt tokens that were looked up among those computed before (vLLM's prefix cache); 0 without a cache."""
     found_tokens: int = 0
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Of the engine of that name, for a line of metrics."""
+        """Metrics of the engine with that name."""
         measured = {
             f"memory/{name}_cache_tokens": float(self.tokens),
             f"memory/{name}_cache_room_tokens": float(self.room_tokens),

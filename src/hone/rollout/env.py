@@ -41,8 +41,8 @@ class Observation:
     text: str | None = None
     """Appended to the sample, which the policy then continues. None: the episode is over."""
     reward: float = 0.0
-    """Of this turn; the sample's reward has the sum over its turns as a component named `environment`. Credit with a
-    return for each token (`gae`, `reinforce_pp`) has it at the turn's last one."""
+    """Reward of this turn; the sample's reward has the sum over its turns as a component named `environment`.
+    Credit with a return for each token (`gae`, `reinforce_pp`) has it at the turn's last one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Logged as `rollout/env_<name>_mean`: summed over a sample's turns, averaged over samples. Identifiers only."""
 

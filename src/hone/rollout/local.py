@@ -241,7 +241,7 @@ def whole_room(model: CausalModel, max_rows: int) -> CacheRoom:
 
 
 def most_tokens(model: CausalModel, max_rows: int) -> int | None:
-    """As `most_within`, on the model's device; None for a model that no plan knows."""
+    """Like `most_within`, on the model's device; None for a model that no plan knows."""
     architecture, weight = counted(model), model.output_weight
     if architecture is None:
         return None

@@ -121,7 +121,7 @@ class _Offer:
     weights: Iterable[tuple[str, Tensor]] | None
     version: int
     fingerprint: str | None = None
-    """Of the first replica that loaded them."""
+    """Fingerprint of the first replica that loaded them."""
     failure: ClusterError | None = None
     """Why the trainer can no longer send them."""
 

@@ -313,19 +313,19 @@ class WithRoom(DynamicLayer):
 
 
 class WindowWithRoom(WithRoom, DynamicSlidingWindowLayer):
-    """As `WithRoom`, of the last tokens."""
+    """Like `WithRoom`, of the last tokens."""
 
 
 class IndexedWithRoom(WithRoom, DynamicIndexedLayer):
-    """As `WithRoom`, with keys of an indexer, which are a single narrow head and grow as the library has it."""
+    """Like `WithRoom`, with keys of an indexer, which are a single narrow head and grow as the library has it."""
 
 
 class StatesWithRoom(WithRoom, LinearAttentionAndFullAttentionLayer):
-    """As `WithRoom`, beside states."""
+    """Like `WithRoom`, beside states."""
 
 
 class StatesAndWindowWithRoom(WithRoom, LinearAttentionAndSlidingWindowAttentionLayer):
-    """As `WithRoom`, of the last tokens, beside states."""
+    """Like `WithRoom`, of the last tokens, beside states."""
 
 
 KINDS: dict[type, type[WithRoom]] = {

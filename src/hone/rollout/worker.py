@@ -93,7 +93,7 @@ class EngineWorker:
         return await self.wait_for(promise, what)
 
     async def attempt(self, action: Callable[[], T], what: str) -> T:
-        """As `run`, but EngineError and DataError are the caller's, and the worker stays."""
+        """Like `run`, but EngineError and DataError are the caller's, and the worker stays."""
 
         def tried() -> T | EngineError | DataError:
             try:

@@ -29,5 +29,5 @@ class CheckReport:
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Plain data for `--json`."""
         return {"ok": self.is_ok, **asdict(self)}

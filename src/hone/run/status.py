@@ -73,7 +73,7 @@ class RunStatus:
     stage: str | None = None
     step: int = 0
     steps: int | None = None
-    """Of the stage."""
+    """Steps of the stage."""
     phase: str | None = None
     phase_s: float | None = None
     """How long it has been in that phase."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 DETAIL_CHARACTERS = 240
-"""Of what is kept of a message: details are stored with each sample."""
+"""Characters kept of a message: details are stored with each sample."""
 _DESCRIPTION_CHARACTERS = DETAIL_CHARACTERS - len("raised ")
 _NOT_THE_USERS = (
     f"{Path(__file__).parents[1]}{os.sep}",

@@ -29,9 +29,9 @@ import psutil
 from hone.runtime.processes import end_with
 
 START_TIMEOUT_S = 60.0
-"""For a new worker to import the user's code and send its first reply."""
+"""Time for a new worker to import the user's code and send its first reply."""
 CLOSE_TIMEOUT_S = 2.0
-"""For a worker to close the channel by itself when it is closed here; then it is killed."""
+"""Time for a worker to exit after its channel was closed; then it is killed."""
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 """Signals that a process causes itself."""
 _LENGTH = struct.Struct("!Q")

@@ -32,7 +32,7 @@ class Answered:
 
 
 class AccessLog:
-    """Of one server, in its event loop.
+    """Access log of one server, in its event loop.
 
     Args:
         sum_s: seconds of good answers in one line.

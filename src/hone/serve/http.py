@@ -66,14 +66,14 @@ class HttpSettings(BaseModel):
     max_body_mib: float = Field(32.0, gt=0)
     """Largest body of a request, in MiB, also after it is inflated."""
     body_timeout_s: float = Field(30.0, gt=0)
-    """For a body to arrive, in seconds."""
+    """Time for a body to arrive, in seconds."""
     keep_alive_s: float = Field(30.0, gt=0)
     """For the next request, and for a request's headers to arrive, in seconds. Trainers pause between steps, and a new
     connection costs more than an idle one."""
     max_waiting_connections: int = Field(512, ge=1)
     """Connections that may wait for their client: half of the files that a process may usually open."""
     drain_timeout_s: float = Field(30.0, ge=0)
-    """For requests in flight to finish after SIGTERM, in seconds."""
+    """Time for requests in flight to finish after SIGTERM, in seconds."""
 
 
 class BearerTokens:

@@ -108,7 +108,7 @@ class ReplicaPlace:
     sleeps: bool
     """It shares its devices and releases their memory while others work."""
     processes: int
-    """That share the machine's cores while it works; for Hone's own engine."""
+    """Processes that share the machine's cores while it works; for Hone's own engine."""
     token: str = field(repr=False)
 
 

@@ -42,7 +42,7 @@ class Collectives:
         self.apart: str | None = None
         """Why this rank cannot join the others again in this attempt."""
         self.never: str | None = None
-        """As `apart`, in every attempt."""
+        """Like `apart`, in every attempt."""
         self.is_standing_in = False
         """Whether this rank's microbatches are empty because its attempt has failed."""
         self._made = self._to_skip = 0

@@ -61,7 +61,7 @@ class SavedCheckpoint:
     rest: dict[str, Any]
     path: Path
     run: Mapping[str, Any]
-    """What run it is of, as `Checkpoints` was given it."""
+    """Identity of the run that it belongs to, as given to `Checkpoints`."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that were not whole: one line each, saying which file and why. For the user to see."""
 
@@ -199,7 +199,7 @@ class Checkpoints:
             raise CheckpointError(f"{path} is not whole: {why}") from error
 
     def newest_run(self) -> Mapping[str, Any] | None:
-        """What run the newest checkpoint says that it is of; None when none says it. Tensors are not read."""
+        """Identity of the run in the newest checkpoint; None when none has it. Tensors are not read."""
         for path in reversed(self.paths()):
             try:
                 facts = FileFacts(**_unsealed((path / MANIFEST).read_bytes())["files"][STATE])

@@ -49,7 +49,7 @@ from hone.train.weight_map import WeightMap, WeightPart, fill, sharded_parameter
 T = TypeVar("T")
 
 VISIT_BYTES = 256 << 20
-"""Of master weights whose moments are on the device at one time."""
+"""Bytes of master weights whose moments are on the device at one time."""
 
 
 def divide(model: CausalModel | ScalarModel, mesh: Mesh) -> None:

@@ -52,14 +52,14 @@ class Passes:
     precision: Literal["float32", "bfloat16", "float64"]
     """Arithmetic of forward and backward; the rest is float32 at least."""
     tokens_per_microbatch: int
-    """Of one rank; affects memory, never the result. So does `logprob_chunk_tokens`."""
+    """Tokens of a microbatch of one rank; affects memory, never the result. So does `logprob_chunk_tokens`."""
     logprob_chunk_tokens: int
     temperature: float
-    """Of the sampler; logprobs are of the same distribution."""
+    """Temperature of the sampler; logprobs are of the same distribution."""
     guard: Guard = UNGUARDED
     """Handles running out of memory, among ranks on all of them together (`agreement.py`)."""
     ranks: Ranks = ALONE
-    """Who computes together."""
+    """Ranks that compute together."""
     deterministic: bool = False
     """Whether sums on GPUs are in a fixed order."""
     largest_microbatch: int = field(default=0, init=False)
@@ -92,7 +92,7 @@ class Passes:
         return self._columns(model, batch, temperature, 1)[0]
 
     def logprobs_and_entropies(self, model: CausalModel, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As `logprobs`, and (T,) float32 entropies of `model` at these tokens, nats."""
+        """Like `logprobs`, and (T,) float32 entropies of `model` at these tokens, nats."""
         logprobs_T, entropy_T = self._columns(model, batch, None, 2)
         return logprobs_T, entropy_T
 
@@ -151,7 +151,7 @@ class Learner(Generic[M]):
 
     @property
     def held(self) -> Weights:
-        """What is trained of the model."""
+        """The trained part of the model."""
         return self.optimizer.weights
 
     @property

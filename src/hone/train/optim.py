@@ -37,16 +37,16 @@ NORM_NUMBERS = 1 << 16
 
 
 class Weights(Protocol):
-    """What is trained of a model, wherever its numbers are."""
+    """The trained weights of a model, on one device or divided over ranks."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device that it computes on."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of master weights and gradients, at least float32."""
+        """Dtype of master weights and gradients, at least float32."""
         ...
 
     @property
@@ -194,7 +194,7 @@ def learning_rate(settings: OptimizerSection, step: int, total_steps: int) -> fl
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
     """Global norm before clipping."""

@@ -118,7 +118,7 @@ class PreparedBatch:
 
     prompts: Sequence[TokenIds]
     pictures: Sequence[Sequence[Picture]]
-    """As `Batch.pictures`."""
+    """Like `Batch.pictures`."""
     shape: Shape
     token_ids_T: Ints
     names: tuple[str, ...]

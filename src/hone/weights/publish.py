@@ -91,7 +91,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What became of one version."""
+    """Outcome of publishing one version."""
 
     manifest: Manifest
     held_by: tuple[str, ...]
@@ -99,9 +99,9 @@ class Published:
     failed: Mapping[str, str]
     """Engines that do not, and why: nothing may be sampled from them."""
     refused: tuple[str, ...]
-    """Those of the failed that are alive and said why they did not take it: they can be sent it again."""
+    """Failed engines that are alive and reported a reason: the version can be sent to them again."""
     sent_bytes: int
-    """Of all buckets, once, however many engines took them."""
+    """Bytes of all buckets, counted once for all engines."""
 
 
 def publish(

@@ -48,7 +48,7 @@ class Routes:
         return moved / least if least else 0.0
 
     def _places(self, engines: Sequence[str]) -> set[str | int]:
-        """Where a copy of the weights must get."""
+        """Destinations of a copy of the weights."""
         if self.transport != "ray":
             return set(engines)
         return {self.machines.get(name, self.sender_machine) for name in engines}

@@ -45,7 +45,7 @@ def moves_far(h: History) -> bool:
 
 
 def is_moving_fast(h: History) -> bool:
-    """As `moves_far`, or many tokens are clipped."""
+    """Like `moves_far`, or many tokens are clipped."""
     return moves_far(h) or h.mean("train/clip_high_frac", 5) > 0.3
 
 

@@ -32,7 +32,7 @@ class SamplingConfig(Section):
     top_k: int = key(-1, ge=-1)
     """-1 and 0 are off."""
     max_tokens: int | None = key(None, unit="tokens", ge=1)
-    """Of one answer; null takes `response_length`."""
+    """Most tokens of one answer; null takes `response_length`."""
 
 
 class DataProcessorConfig(Section):
@@ -54,11 +54,11 @@ class JudgeSettings(Section):
     service: str | None = key(None)
     """Name of a service of the run file."""
     model: str | None = key(None)
-    """As requests name it; null leaves it to the endpoint."""
+    """Model name in requests; null leaves it to the endpoint."""
     token_env: str | None = key(None)
     """Environment variable with the endpoint's key."""
     profile: Literal["deepseek_grm", "json", "answer_tag", "choice"] = key("deepseek_grm")
-    """What form of answer the prompt asks for, and the parser that reads it."""
+    """Form of answer that the prompt asks for, and its parser."""
     parsers: tuple[Method, ...] | None = key(None, min_length=1)
     """Parsers in the order in which they are tried; null: the profile's. The first one's form is asked for."""
     template: str | None = key(None)
@@ -84,7 +84,7 @@ class JudgeSettings(Section):
     picture_px: int = key(1024, unit="pixels", ge=28)
     """Longest side of a picture as the judge is sent it."""
     picture_tokens: int | None = key(None, unit="tokens", ge=1)
-    """What a picture counts of `prompt_length`; null: a token for each 28 x 28 pixels, as Qwen-VL has it."""
+    """Tokens that a picture counts in `prompt_length`; null: a token for each 28 x 28 pixels, as Qwen-VL has it."""
     prompt_length: int | None = key(None, unit="tokens", ge=1)
     """Most tokens of a judge's prompt; null: what `max_model_len` leaves, or no limit."""
     response_length: int = key(JUDGE_ANSWER_TOKENS, unit="tokens", ge=1)
@@ -103,9 +103,9 @@ class JudgeSettings(Section):
     """A response too long for `prompt_length`: without its reasoning, then without its middle; or scored lowest; or a
     data fault."""
     penalties: dict[Flag, float] = key({})
-    """What a flag costs, of a reward in [0, 1]; a flag that is not here costs nothing."""
+    """Penalty of a flag, of a reward in [0, 1]; a flag that is not listed costs nothing."""
     canary_every: int = key(0, unit="judged responses", ge=0)
-    """Ask about worthless responses every so often; 0: never."""
+    """Judged responses between two sets of worthless ones; 0: never."""
     canary_threshold: float = key(0.5, gt=0, le=1)
     """A canary with this reward or more is an alarm."""
     data_processor_config: DataProcessorConfig | None = key(None)

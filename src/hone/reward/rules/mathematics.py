@@ -111,7 +111,7 @@ def score_response(text: str, gold: Answer) -> Score:
 
 
 def score_final(found: str, gold: Answer) -> Score:
-    """As `score_response`, of a final answer."""
+    """Like `score_response`, of a final answer."""
     try:
         return Score(float(equal(gold, read(found))))
     except _SYMPY_RAISES as error:

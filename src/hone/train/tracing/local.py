@@ -92,7 +92,7 @@ def trace_local(
 def _trainer(
     config: RunConfig, policy: Mapping[str, Any], critic: Mapping[str, Any] | None, memory: LiveMemory
 ) -> Roles:
-    """As `assemble.models` makes it, without weights."""
+    """Like `assemble.models` makes it, without weights."""
     train, implementation = config.train, config.model.implementation
     passes = Passes(
         precision=config.run.compute_dtype,

@@ -89,7 +89,7 @@ def _group_of(trained: Trained) -> Iterator[DeviceMesh]:
 
 
 def _divide(model: _TracedPolicy, mesh: DeviceMesh) -> None:
-    """As `train/fsdp.py` does it."""
+    """Like `train/fsdp.py` does it."""
     if mesh[TENSOR].size() > 1:
         (divide_layers if model.is_ours else divide_class)(model.body, mesh[TENSOR])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
