@@ -156,7 +156,11 @@ def _loaded(config: Config, rewards: RewardFunctions | None, train: Data | None,
             components.append(_component(function, components, functions))
         sections["reward"] = {**_section(sections, "reward", source), "components": components}
     data = {part: given for part, given in (("train", train), ("eval", eval)) if given is not None}
-    named = {part: _place(given) for part, given in data.items() if isinstance(given, str | Path)}
+    named = {  # files by their absolute paths, data sets by their names
+        part: str(Path(given).absolute()) if isinstance(given, Path) or Path(given).exists() else given
+        for part, given in data.items()
+        if isinstance(given, str | Path)
+    }
     rows = {part: _jsonl(given, part) for part, given in data.items() if not isinstance(given, str | Path)}
 
     def load(places: Mapping[str, str]) -> Loaded:
@@ -225,11 +229,6 @@ def _free(name: str, others: Sequence[Mapping[str, Any]]) -> str:
     while free in taken:
         free, number = f"{name}_{number}", number + 1
     return free
-
-
-def _place(given: str | Path) -> str:
-    """An absolute path, or the dataset name unchanged."""
-    return str(Path(given).absolute()) if isinstance(given, Path) or Path(given).exists() else given
 
 
 def _jsonl(rows: Iterable[Mapping[str, Any]], part: str) -> str:

@@ -36,6 +36,7 @@ from hone.memory.ladder import Predict
 from hone.model.load import hf_folder
 from hone.rollout.router import Router
 from hone.run.check_rewards import gold_response, has_answers, is_decided_by_answer, token_ids
+from hone.runtime.processes import spared_collector
 from hone.train.checkpoint import SavedCheckpoint
 from hone.types import Progress, Prompt
 
@@ -141,7 +142,8 @@ async def optimise_policy(
     )
     try:
         async with rewards:
-            await train_policy(run)
+            with spared_collector():
+                await train_policy(run)
         await finish_stage(job, run)
         export_best(job, run)
     finally:

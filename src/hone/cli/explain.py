@@ -164,10 +164,6 @@ def _of(compute: Callable[[Topology], DerivedValue]) -> Callable[[RunConfig], De
     return value
 
 
-def _transport(config: RunConfig) -> DerivedValue:
-    return likely_transport(config, topology_of(config)) if config.cluster.backend == "ray" else None
-
-
 def _source_shares(config: RunConfig) -> str | None:
     """Each source's share of the prompts, where the run file gives weights."""
     weights = source_weights(config.data)
@@ -194,11 +190,6 @@ def _ratio_range(config: RunConfig) -> str | None:
     algorithm = config.algorithm
     is_bounded = algorithm.clip in ("ppo", "clip_cov")
     return f"{1 - algorithm.clip_low:g} to {1 + algorithm.clip_high:g}" if is_bounded else None
-
-
-def _adapter_stages(config: RunConfig) -> str | None:
-    """The stages that train an adapter; None when none does."""
-    return ", ".join(stage for stage in config.stages if trains_adapter(config, stage)) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +281,7 @@ DERIVED: tuple[Derived, ...] = (
         "",
         "rank > 0, lora.stages in stages",
         ("lora.rank", "lora.stages", "stages"),
-        _adapter_stages,
+        lambda config: ", ".join(stage for stage in config.stages if trains_adapter(config, stage)) or None,
     ),
     Derived("critic", "", "credit = gae in stage rl", ("algorithm.credit", "stages"), needs_critic),
     Derived(
@@ -342,6 +333,6 @@ DERIVED: tuple[Derived, ...] = (
         "",
         "the fastest way where trainer and engines are, or what cluster.transport says",
         ("cluster.transport", "cluster.pools.*.roles", "run.device"),
-        _transport,
+        lambda config: likely_transport(config, topology_of(config)) if config.cluster.backend == "ray" else None,
     ),
 )

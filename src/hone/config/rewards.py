@@ -26,34 +26,20 @@ class BuiltinReward(NamedTuple):
     """Scores the form of a response, about which a row's answer alone says nothing."""
 
 
-def _after_hashes(answer: Any) -> str:
-    return f"#### {str(answer).rpartition('####')[2].strip()}"
+def _boxed(answer: Any) -> str:
+    return str(answer) if "\\boxed" in str(answer) or "####" in str(answer) else f"\\boxed{{{answer}}}"
 
 
 def _letter(answer: Any) -> str:
     return f"Answer: {chr(ord('A') + answer) if isinstance(answer, int) else str(answer).strip(' ()[].')}"
 
 
-def _boxed(answer: Any) -> str:
-    return str(answer) if "\\boxed" in str(answer) or "####" in str(answer) else f"\\boxed{{{answer}}}"
-
-
-def _tagged_box(answer: Any) -> str:
-    return f"<think>.</think><answer>{_boxed(answer)}</answer>"
-
-
-def _line(answer: Any) -> str:
-    return f"Answer: {answer}"
-
-
-def _thought_box(answer: Any) -> str:
-    return f"<think>.</think>{_boxed(answer)}"
-
-
 _RULES = "hone.reward.rules"
 BUILTIN_REWARDS = {
     "exact": BuiltinReward(f"{_RULES}.exact:exact", "in process", gold=lambda answer: answer),
-    "gsm8k": BuiltinReward(f"{_RULES}.exact:gsm8k", "in process", gold=_after_hashes),
+    "gsm8k": BuiltinReward(
+        f"{_RULES}.exact:gsm8k", "in process", gold=lambda answer: f"#### {str(answer).rpartition('####')[2].strip()}"
+    ),
     "choice": BuiltinReward(f"{_RULES}.choice:choice", "in process", gold=_letter),
     "format": BuiltinReward(f"{_RULES}.tags:format", "in process", scores_form=True),
     "strict_format": BuiltinReward(f"{_RULES}.tags:strict_format", "in process", scores_form=True),
@@ -62,10 +48,12 @@ BUILTIN_REWARDS = {
     "step": BuiltinReward(f"{_RULES}.other_tools:step", "in process", scores_form=True),
     "math": BuiltinReward(f"{_RULES}.mathematics:math", gold=_boxed),
     "acc": BuiltinReward(f"{_RULES}.other_tools:acc", gold=_boxed),
-    "base_acc": BuiltinReward(f"{_RULES}.other_tools:base_acc", gold=_tagged_box),
-    "math_dapo": BuiltinReward(f"{_RULES}.other_tools:math_dapo", gold=_line),
+    "base_acc": BuiltinReward(
+        f"{_RULES}.other_tools:base_acc", gold=lambda answer: f"<think>.</think><answer>{_boxed(answer)}</answer>"
+    ),
+    "math_dapo": BuiltinReward(f"{_RULES}.other_tools:math_dapo", gold=lambda answer: f"Answer: {answer}"),
     "prime_math": BuiltinReward(f"{_RULES}.other_tools:prime_math", gold=_boxed),
-    "geo3k": BuiltinReward(f"{_RULES}.other_tools:geo3k", gold=_thought_box),
+    "geo3k": BuiltinReward(f"{_RULES}.other_tools:geo3k", gold=lambda answer: f"<think>.</think>{_boxed(answer)}"),
     "regex": BuiltinReward(f"{_RULES}.pattern:regex", scores_form=True),
     "json_schema": BuiltinReward(f"{_RULES}.schema:json_schema", scores_form=True),
     "code": BuiltinReward("hone.reward.code:CodeReward", "stateful"),

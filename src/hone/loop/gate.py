@@ -77,7 +77,7 @@ def check_first_step(
     Raises:
         GateError: naming what differs and the likely cause. Nothing has been trained on then.
     """
-    noticeable, largest = noticeable_gap(config), config.gate.max_logprob_gap or LARGEST
+    noticeable, largest = NOTICEABLE[config.run.compute_dtype], config.gate.max_logprob_gap or LARGEST
     check_weights(trainer, engine, step)
     check_final_tokens(groups, sampling, eos_ids)
     check_mask(groups, batch)
@@ -120,11 +120,6 @@ def check_first_step(
                 "from other weights. Nothing was trained."
             )
     return metrics
-
-
-def noticeable_gap(config: RunConfig) -> float:
-    """Mean difference between the logprobs of trainer and sampler that two correct programs do not reach, nats."""
-    return NOTICEABLE[config.run.compute_dtype]
 
 
 def check_weights(trainer: Trainer, engine: Engine, step: int) -> None:
@@ -367,7 +362,7 @@ class Canary:
         """Largest mean gap of all replicas together, and of one, nats."""
         if config.gate.max_logprob_gap is not None:
             return config.gate.max_logprob_gap, config.gate.max_logprob_gap
-        noticeable = noticeable_gap(config)
+        noticeable = NOTICEABLE[config.run.compute_dtype]
         expected = noticeable if self.expected_gap is None else self.expected_gap
         of_all = max(CANARY_GROWTH * expected, noticeable)
         return of_all, max(of_all, CANARY_GROWTH * noticeable)

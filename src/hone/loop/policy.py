@@ -26,7 +26,7 @@ from hone.loop.run import PolicyRun, due, now
 from hone.loop.summaries import staleness_shares, summarize
 from hone.reward.aggregate import component_metrics
 from hone.rollout.engine import Request
-from hone.runtime.processes import spared_collector, unless_stopped
+from hone.runtime.processes import unless_stopped
 from hone.train.trainer import Trainer
 from hone.types import Batch, Group, Prompt
 
@@ -77,11 +77,6 @@ class Finished:
 
 async def train_policy(run: PolicyRun) -> None:
     """Make policy updates until `run.steps` are made or a stop is asked for. The caller saves the end."""
-    with spared_collector():
-        await _train(run)
-
-
-async def _train(run: PolicyRun) -> None:
     progress, prompts_per_step = run.progress, run.config.train.prompts_per_step
     max_staleness = run.config.rollout.max_staleness
     permits = (max_staleness + 1) * prompts_per_step

@@ -232,8 +232,9 @@ class Ladder:
 
     def _exhausted(self, failure: OutOfMemory) -> str:
         where = f"{failure.phase} ({failure.moment})" if failure.moment else failure.phase
+        place = f"{self._progress.stage} step {self._progress.step + 1}" if self._progress else "the start"
         lines = [
-            f"out of memory in {where} at {self._place}: {gib(failure.seen_bytes)} of {gib(self.limit_bytes)} seen "
+            f"out of memory in {where} at {place}: {gib(failure.seen_bytes)} of {gib(self.limit_bytes)} seen "
             f"({failure.detail}). No setting is left that would take less without changing the algorithm."
         ]
         if self._predict is not None:
@@ -339,10 +340,6 @@ class Ladder:
                 measured[phase] = max(seen, measured.get(phase, 0))
             self._watched += "update" in peaks
         return found
-
-    @property
-    def _place(self) -> str:
-        return f"{self._progress.stage} step {self._progress.step + 1}" if self._progress else "the start"
 
     def _change(self, key: str, new: Any, reason: Reason, fact: OutOfMemory) -> Change:
         phase = fact.phase

@@ -116,9 +116,10 @@ def comparison(folder: Path) -> tuple[Record, list[Compared]]:
     for stage, phases in record.measured.items():
         for phase, seen in phases.items():
             peaks[stage, phase] = max(seen, peaks.get((stage, phase), 0))
+    in_order = sorted(peaks, key=lambda place: (STAGES.index(place[0]), PHASES.index(place[1])))
     return record, [
-        Compared(stage, phase, seen, record.expected.get(stage, {}).get(phase))
-        for (stage, phase), seen in sorted(peaks.items(), key=_order)
+        Compared(stage, phase, peaks[stage, phase], record.expected.get(stage, {}).get(phase))
+        for stage, phase in in_order
     ]
 
 
@@ -144,9 +145,3 @@ def advice(used: float, limit_bytes: int) -> str:
     if used > 0.85:
         return f"{share}: above 75-85 %, a longer response may be too much; the ladder would then step in"
     return f"{share}: within 75-85 %"
-
-
-def _order(peak: tuple[tuple[str, str], int]) -> tuple[int, int]:
-    """Sort key: stages and phases in the order of a run."""
-    (stage, phase), _ = peak
-    return STAGES.index(stage), PHASES.index(phase)

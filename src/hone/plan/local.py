@@ -278,12 +278,6 @@ def _rows(settings: LocalSettings, workload: Workload) -> int:
     return settings.max_concurrent if workload.evaluates else min(settings.max_concurrent, in_flight)
 
 
-def _prompts(settings: LocalSettings, workload: Workload) -> int:
-    """Prompts that these rows answer; in an evaluation each row may have one of its own."""
-    rows = _rows(settings, workload)
-    return rows if workload.evaluates else -(-rows // workload.group)
-
-
 def _cache(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
     """The engine's keys and values, and what its decoding steps work in where they are CUDA graphs; in a run both stay
     between rollouts."""
@@ -341,8 +335,9 @@ def _prefill(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
 
 def _prefill_tokens(settings: LocalSettings, workload: Workload) -> int:
     """Most tokens of prompts that are computed at one time."""
-    longest = workload.lengths.max_prompt
-    return longest * min(_prompts(settings, workload), max(1, settings.prefill_tokens // longest))
+    longest, rows = workload.lengths.max_prompt, _rows(settings, workload)
+    prompts = rows if workload.evaluates else -(-rows // workload.group)  # evaluated, each row may have its own
+    return longest * min(prompts, max(1, settings.prefill_tokens // longest))
 
 
 # ---- passes

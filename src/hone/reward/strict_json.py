@@ -80,3 +80,11 @@ def finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is out of range")
     return number
+
+
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=...)`: a repeated key raises ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found

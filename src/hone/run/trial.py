@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -285,15 +285,19 @@ def _with_picture(prompt: Prompt, model: CausalModel) -> Prompt:
     assert isinstance(model, TransformersModel) and model.vision is not None
     tower, keys = model.vision.tower, cast(Any, model.hf_config)
     rows, columns = tower.sizes()[1]
-    read = partial(_noise, rows * tower.side, columns * tower.side)
-    picture = Picture("trial", 1, rows, columns, (0.5,) * 3, (0.25,) * 3, read)
+    size = rows * tower.side, columns * tower.side, 3
+    picture = Picture(
+        "trial",
+        1,
+        rows,
+        columns,
+        (0.5,) * 3,
+        (0.25,) * 3,
+        lambda **_: np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8),
+    )
     first, *others = prompt.token_ids.tolist()
     ids = [first, *[keys.image_token_id] * picture.num_tokens, *others]
     return replace(prompt, token_ids=np.array(ids, np.int32), pictures=(picture,))
-
-
-def _noise(height: int, width: int, **_: Any) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 @torch.no_grad()

@@ -43,8 +43,10 @@ class Servable(Protocol):
         ...
 
 
-async def serve(app: FastAPI, service: Servable, lifecycle: Lifecycle, settings: HttpSettings, *, name: str) -> None:
-    """Listen, start the service, serve until SIGTERM or SIGINT, drain.
+async def serve(
+    app: FastAPI, service: Servable | None, lifecycle: Lifecycle, settings: HttpSettings, *, name: str
+) -> None:
+    """Listen, start the service if there is one, serve until SIGTERM or SIGINT, drain.
 
     Prints `NAME: listening on URL`, then `NAME: ready`. Health is answered from the first moment.
     Raises:
@@ -76,14 +78,16 @@ async def serve(app: FastAPI, service: Servable, lifecycle: Lifecycle, settings:
         starting.cancel()
         server.should_exit = True
         await asyncio.gather(serving, starting, return_exceptions=True)
-        await service.close()
+        if service is not None:
+            await service.close()
     if stop.forced:
         raise Stopped(f"{name}: requests in flight were cancelled")
     _say(f"{name}: drained")
 
 
-async def _start(service: Servable, lifecycle: Lifecycle, name: str) -> None:
-    await service.start()
+async def _start(service: Servable | None, lifecycle: Lifecycle, name: str) -> None:
+    if service is not None:
+        await service.start()
     if lifecycle.phase == "starting":
         lifecycle.phase = "ready"
         _say(f"{name}: ready")

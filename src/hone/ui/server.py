@@ -80,15 +80,7 @@ async def _serve(runs: Runs, settings: HttpSettings, token: str) -> None:
     lifecycle = Lifecycle()
     app = ui_app(runs, lifecycle, settings, token)
     print(f"ui: open the address below with /?token={token} behind it", flush=True)
-    await serve(app, _Nothing(), lifecycle, settings, name="ui")
-
-
-class _Nothing:
-    """Pages need no start and no end."""
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
+    await serve(app, None, lifecycle, settings, name="ui")
 
 
 def ui_app(runs: Runs, lifecycle: Lifecycle, settings: HttpSettings, token: str) -> FastAPI:

@@ -44,11 +44,6 @@ def moves_far(h: History) -> bool:
     return h.now(KL_UPDATE) > 2 or (h.count(KL_UPDATE) >= 3 and h.mean(KL_UPDATE, 3) > limit)
 
 
-def is_moving_fast(h: History) -> bool:
-    """Like `moves_far`, or many tokens are clipped."""
-    return moves_far(h) or h.mean("train/clip_high_frac", 5) > 0.3
-
-
 def is_stale(h: History) -> bool:
     return h.mean("rollout/staleness_mean", 10) >= 0.5
 
@@ -79,7 +74,7 @@ TOO_FAST = Cause(
     change=LOWER_LR,
     confirm="With a tenth of the learning rate for 20 steps train/update_kl falls about a hundredfold and the pattern "
     "does not return. If it does return, look at the batch of its first step in samples/.",
-    applies=is_moving_fast,
+    applies=lambda h: moves_far(h) or h.mean("train/clip_high_frac", 5) > 0.3,  # or many tokens are clipped
     reads=(KL_UPDATE, "train.optimizer.lr"),
 )
 

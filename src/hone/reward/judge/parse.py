@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hone.reward.openai import ChatAnswer
-from hone.reward.strict_json import refuse_constant
+from hone.reward.strict_json import each_key_once, refuse_constant
 
 Method = Literal["grm_boxed", "json", "answer_tag", "choice"]
 Failure = Literal["empty", "cut", "reasoning", "missing", "malformed", "count", "range"]
@@ -112,7 +112,7 @@ def _json_object(text: str, reading: Reading) -> list[float] | None:
     if not body.startswith("{"):
         return None
     try:
-        found = json.loads(body, object_pairs_hook=_each_key_once, parse_constant=refuse_constant)
+        found = json.loads(body, object_pairs_hook=each_key_once, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise NoScores("malformed", f"no JSON object: {error}") from None
     match found:
@@ -164,9 +164,3 @@ def _json_number(value: Any) -> float:
     if abs(value) >= 1e6:
         raise NoScores("range", "a score in the object is out of any scale")
     return float(value)
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("a key is duplicated")
-    return dict(pairs)

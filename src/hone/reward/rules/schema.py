@@ -21,7 +21,7 @@ from referencing.exceptions import Unresolvable
 from hone.config.run import Section, key
 from hone.reward.rules.answer import after_reasoning
 from hone.reward.signature import all_faulty, reward
-from hone.reward.strict_json import finite, refuse_constant
+from hone.reward.strict_json import each_key_once, finite, refuse_constant
 from hone.runtime.user_code import DETAIL_CHARACTERS
 from hone.types import Fault, Group, Score
 
@@ -92,7 +92,7 @@ def _score(text: str, check: Any) -> Score:
             fenced["inside"] if fenced else text,
             parse_constant=refuse_constant,
             parse_float=finite,
-            object_pairs_hook=_without_repeats,
+            object_pairs_hook=each_key_once,
         )
     except (ValueError, RecursionError) as error:
         return Score(0.0, Fault.MODEL, f"not JSON: {error}"[:DETAIL_CHARACTERS])
@@ -124,10 +124,3 @@ def validator(schema: Any) -> Any:
     return kind(
         schema, registry=Registry(), format_checker=FORMATS
     )  # an empty registry: references outside of it are not looked up
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is duplicated")
-    return found

@@ -21,13 +21,13 @@ from hone.devices import give_back_memory
 from hone.model.load import init_model, save_hf
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.runs import (
+    REWARDS,
     SCATTERED,
     TRAIN,
     figures_of_steps,
     last_line,
     memory_over_plan,
     metrics_of,
-    write_rewards,
 )
 from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, shape_of
 
@@ -86,7 +86,7 @@ def write_files(folder: Path, setting: PartSetting, example: Mapping[str, Mappin
     pairs = product(range(20), range(20))
     rows = ({"question": QUESTION.format(a=a, b=b), "answer": f"{a + a // 2 + b}"} for a, b in pairs)
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    write_rewards(folder)
+    (folder / "rewards.py").write_text(REWARDS)
     run_file = {
         "extends": "algorithm/dr_grpo",
         "run": {"dir": "out", "steps": STEPS, **({} if setting.is_gpu else {"device": "cpu"})},

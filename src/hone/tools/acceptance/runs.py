@@ -55,7 +55,7 @@ def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case:
         folder = Path(name)
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
         (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        write_rewards(folder)
+        (folder / "rewards.py").write_text(REWARDS)
         (folder / "run.yaml").write_text(json.dumps(run_file(setting, shape, section, is_compared=part == "run")))
         code, log = train(folder, kill_after=STEPS // 2)
         lines = metrics_of(folder)
@@ -75,11 +75,6 @@ def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case:
         yield from figures_of_steps(part, case, lines, 8 * (4 if setting.tiny else 32))
         if setting.is_gpu and section["backend"] == "local":
             yield from memory_over_plan(part, folder, case)
-
-
-def write_rewards(folder: Path) -> None:
-    """What `SCATTERED` names."""
-    (folder / "rewards.py").write_text(REWARDS)
 
 
 def figures_of_steps(part: str, case: str, lines: Sequence[Mapping[str, Any]], samples: int) -> Iterator[Figure]:
