@@ -63,8 +63,7 @@ def services_for_verb(loaded: Loaded, split: Split, folder: Path) -> Services:
     def say(message: str) -> None:
         print(message, file=sys.stderr)
 
-    def relay(name: str, line: str) -> None:
-        say(f"[{name}] {line}")
-
     stop = asyncio.Event()
-    return Services.from_config(loaded, split, folder=folder, logs=folder, say=say, relay=relay, stop=stop)
+    return Services.from_config(
+        loaded, split, folder=folder, logs=folder, say=say, relay=lambda name, line: say(f"[{name}] {line}"), stop=stop
+    )

@@ -122,11 +122,10 @@ class RayCluster:
         if (why := lost()) is not None:
             raise ClusterLost(why)
 
-        def look() -> bool:
-            return set(self._nodes) <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
         try:
-            return self._on_thread(look)
+            return self._on_thread(
+                lambda: set(self._nodes) <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            )
         except Exception:  # boundary: of a Ray that is gone everything fails, in ways of its own
             return False
 

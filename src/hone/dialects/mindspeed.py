@@ -110,10 +110,6 @@ def _in_kind(job: ForeignJob, value: Any) -> KeyVerdict:
     return nothing("no KL: init_kl_coef") if truth(value) is False else refused("KL in the loss, with group_norm")
 
 
-def _wandb(job: ForeignJob, value: Any) -> KeyVerdict:
-    return shared.loggers(["wandb"] if truth(value) else [], lambda: job.get(f"{_R}.wandb_project") or "mindspeed")
-
-
 def _data(job: ForeignJob, value: Any) -> KeyVerdict:
     paths = names(value)
     if paths and all(re.search(r"\.(jsonl?|csv|parquet)(\.gz)?$", path) for path in paths):
@@ -275,7 +271,12 @@ RL: dict[str, Row] = {
     "overlong_buffer_enable": by(_overlong, "algorithm.overlong_buffer_frac"),
     "overlong_buffer*": automatic("part of overlong_buffer_enable"),
     "use_tensorboard": automatic("TensorBoard files are in the run's folder"),
-    "use_wandb": by(_wandb, "observe.wandb"),
+    "use_wandb": by(
+        lambda job, v: shared.loggers(
+            ["wandb"] if truth(v) else [], lambda: job.get(f"{_R}.wandb_project") or "mindspeed"
+        ),
+        "observe.wandb",
+    ),
     "wandb_exp_name": shared.run_name(),
     "wandb_*": automatic(LOGGING),
     **each("*resource* *_resource.**", shared.DEVICES),

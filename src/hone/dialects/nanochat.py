@@ -33,17 +33,17 @@ def _prompts(job: ForeignJob, value: Any) -> KeyVerdict:
     return put({"train.prompts_per_step": prompts})
 
 
-def _run(job: ForeignJob, value: Any) -> KeyVerdict:
-    return nothing("off") if value == "dummy" else put({"observe.wandb": "nanochat-rl"})
-
-
-def _source(job: ForeignJob, value: Any) -> KeyVerdict:
-    return unknown(f"nanochat's own checkpoint ({value}): export it with Transformers' nanochat classes and name it")
-
-
 ROWS: dict[str, Row] = {
-    "run": by(_run, "observe.wandb"),
-    "source": by(_source, "model.path", kind="hole"),
+    "run": by(
+        lambda job, v: nothing("off") if v == "dummy" else put({"observe.wandb": "nanochat-rl"}), "observe.wandb"
+    ),
+    "source": by(
+        lambda job, v: unknown(
+            f"nanochat's own checkpoint ({v}): export it with Transformers' nanochat classes and name it"
+        ),
+        "model.path",
+        kind="hole",
+    ),
     "device_batch_size": automatic(
         "sequences of a pass: train.tokens_per_microbatch counts tokens, and a group need not be divisible by it"
     ),

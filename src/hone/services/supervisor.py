@@ -315,12 +315,15 @@ async def _keep_up(loaded: Loaded, folder: Path, say: Say) -> None:
     split, stop = split_devices(loaded.config, visible_devices()), asyncio.Event()
     for note in split.notes:
         say(note)
-
-    def relay(name: str, line: str) -> None:
-        say(f"[{name}] {line}")
-
     services = Services.from_config(
-        loaded, split, folder=folder, logs=folder / "logs", say=say, relay=relay, stop=stop, may_share=False
+        loaded,
+        split,
+        folder=folder,
+        logs=folder / "logs",
+        say=say,
+        relay=lambda name, line: say(f"[{name}] {line}"),
+        stop=stop,
+        may_share=False,
     )
     with stop_signals_handled(lambda _: stop.set()):
         async with services:

@@ -12,7 +12,7 @@ from hone.dialects.verdict import Dialect, Row, nothing, put
 
 _PUBLISHED = placement("how weights are published: cluster.transport")
 _REQUESTS = automatic("requests are asynchronous")
-_adapter = shared.adapter(rules.has_adapter)
+_adapter = shared.adapter(lambda job: positive(job.get("ds.lora.rank", 0)) is not None)
 
 PLACEMENT: dict[str, Row] = {
     **each("*.num_nodes *.num_gpus_per_node vllm.num_engines", shared.DEVICES),

@@ -9,7 +9,7 @@ from hone.dialects import shared
 from hone.dialects.foreign import ForeignRun
 from hone.dialects.rows import automatic, by, missing, table, to, under, where
 from hone.dialects.shared import ENVIRONMENT
-from hone.dialects.values import names, number, numbers, pair, positive, truth, whole
+from hone.dialects.values import names, number, numbers, pair, truth, whole
 from hone.dialects.verdict import ForeignJob, KeyVerdict, Row, default, nothing, placed, put, refused, unknown
 
 CREDITS = {
@@ -37,10 +37,6 @@ colocates_all = where("train.colocate_all")
 
 def evaluates(job: ForeignJob) -> bool:
     return bool(job.get("eval.dataset"))
-
-
-def has_adapter(job: ForeignJob) -> bool:
-    return positive(job.get("ds.lora.rank", 0)) is not None
 
 
 def has_kl(job: ForeignJob) -> bool:

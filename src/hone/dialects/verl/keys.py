@@ -121,12 +121,6 @@ def evaluation_temperature(job: ForeignJob, value: Any) -> KeyVerdict:
     return put({"eval.temperature": number(job.get(f"{ROLLOUT}.val_kwargs.temperature"))})
 
 
-def evaluation_samples(job: ForeignJob, value: Any) -> KeyVerdict:
-    return (
-        put({"eval.samples": whole(value)}) if samples_evaluation(job) else nothing("greedy samples are all the same")
-    )
-
-
 _PUBLISHED = automatic("weights are published by the trainer")
 _BY_SEED = automatic("each sample's randomness follows `seed`")
 _SKIPPED = missing("samples of an earlier run in place of new ones, for debugging; nearest: leave it out")
@@ -171,7 +165,12 @@ ROLLOUT_ROWS: dict[str, Row] = {
     "over_sample_rate": missing("no more samples than asked for are drawn"),
     "repetition_penalty": missing("samples must be of the policy's own distribution; nearest: 1", off=(1, None)),
     **each("quantization quantization_config_file", missing(shared.AS_THEY_ARE)),
-    "val_kwargs.n": by(evaluation_samples, "eval.samples"),
+    "val_kwargs.n": by(
+        lambda job, v: (
+            put({"eval.samples": whole(v)}) if samples_evaluation(job) else nothing("greedy samples are all the same")
+        ),
+        "eval.samples",
+    ),
     **each("val_kwargs.temperature val_kwargs.do_sample", by(evaluation_temperature, "eval.temperature")),
     "val_kwargs.top_p": when(samples_evaluation, "greedy evaluation", to("eval.top_p", number)),
     "val_kwargs.top_k": when(samples_evaluation, "greedy evaluation", to("eval.top_k", zero_if_off)),

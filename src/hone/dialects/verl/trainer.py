@@ -32,10 +32,6 @@ CONFIGS = (
 )
 
 
-def total_rollouts(job: ForeignJob, value: Any) -> KeyVerdict:
-    return put({"run.steps": max(1, -(-whole(value) // prompts_per_step(job)))}, "prompts to policy updates")
-
-
 def epochs(job: ForeignJob, value: Any) -> KeyVerdict:
     if positive(job.get("trainer.total_training_steps")) is not None:
         return nothing("total_training_steps wins")
@@ -45,19 +41,6 @@ def epochs(job: ForeignJob, value: Any) -> KeyVerdict:
 def logger(job: ForeignJob, value: Any) -> KeyVerdict:
     listed = names(value) if value is not None else []
     return shared.loggers(listed, lambda: job.get("trainer.project_name", "verl_examples"))
-
-
-def staleness(job: ForeignJob, value: Any) -> KeyVerdict:
-    return put({"rollout.max_staleness": max(1, math.ceil(number(value)))}, "policy updates, rounded up")
-
-
-def trainer_mode(job: ForeignJob, value: Any) -> KeyVerdict:
-    overlaps = value in ("separate_async", "colocate_async")
-    return put({"rollout.max_staleness": 1}) if overlaps else nothing("synchronous")
-
-
-def hybrid(job: ForeignJob, value: Any) -> KeyVerdict:
-    return placed({}, "roles share devices" if truth(value) else "sampler and trainer have devices of their own")
 
 
 def own_config(job: ForeignJob, value: Any) -> KeyVerdict:
@@ -157,7 +140,12 @@ TRAINER: dict[str, Row] = {
     "log_*": automatic(LOGGING),
     **each("rollout_data_dir validation_data_dir", automatic("samples/ of the run's folder")),
     **each("use_v1 use_legacy_worker_impl", automatic("verl's own trainer versions")),
-    "v1.trainer_mode": by(trainer_mode, "rollout.max_staleness"),
+    "v1.trainer_mode": by(
+        lambda job, v: (
+            put({"rollout.max_staleness": 1}) if v in ("separate_async", "colocate_async") else nothing("synchronous")
+        ),
+        "rollout.max_staleness",
+    ),
     "v1.sampler.max_off_policy_*": automatic(
         "samples are at most rollout.max_staleness updates old, which is stricter"
     ),
@@ -169,13 +157,25 @@ TRAINER: dict[str, Row] = {
 }
 
 OTHERS: dict[str, Row] = {
-    "actor_rollout_ref.hybrid_engine": by(hybrid, kind="placement"),
+    "actor_rollout_ref.hybrid_engine": by(
+        lambda job, v: placed(
+            {}, "roles share devices" if truth(v) else "sampler and trainer have devices of their own"
+        ),
+        kind="placement",
+    ),
     **each("actor_rollout_ref.nccl_timeout actor_rollout_ref.*.nccl_timeout", automatic("cluster.call_timeout_s")),
     **each("rollout.nnodes rollout.n_gpus_per_node", shared.DEVICES),
-    "rollout.total_rollout_steps": by(total_rollouts, "run.steps", note="prompts to policy updates"),
+    "rollout.total_rollout_steps": by(
+        lambda job, v: put({"run.steps": max(1, -(-whole(v) // prompts_per_step(job)))}, "prompts to policy updates"),
+        "run.steps",
+        note="prompts to policy updates",
+    ),
     "rollout.total_epochs": by(epochs, "run.epochs"),
     "rollout.test_freq": to("eval.every", zero_if_off),
-    "async_training.staleness_threshold": by(staleness, "rollout.max_staleness"),
+    "async_training.staleness_threshold": by(
+        lambda job, v: put({"rollout.max_staleness": max(1, math.ceil(number(v)))}, "policy updates, rounded up"),
+        "rollout.max_staleness",
+    ),
     "async_training.**": automatic("samples are used at most rollout.max_staleness updates late"),
     **each("global_profiler.** actor_rollout_ref.profiler.**", automatic(PROFILER)),
     "rollout.n": automatic("actor_rollout_ref.rollout.n counts"),
