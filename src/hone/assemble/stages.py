@@ -13,9 +13,9 @@ import math
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -116,20 +116,9 @@ def train(
         os.environ.update(own_env)
         identity = identity_of(loaded.run_file, settings) | {"inputs": input_hashes(loaded, tokenizer)}
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, identity)
-        saved = checkpoints.newest() if folder.resumed else None
-        saved = saved.without_optimizer() if saved and "optimizer" in without else saved
-        if saved:
-            folder.notes += [f"continues without the {what} state of {saved.path.name}" for what in without]
-        changes = changed_inputs(saved.run["inputs"], identity["inputs"]) if saved else []
-        if saved and changes and not accept_changed_inputs:
-            raise RunFolderError(
-                f"{folder.path}: inputs of the run differ from those that {saved.path.name} was trained with:\n"
-                + "\n".join(f"  {change}" for change in changes)
-                + "\nRestore them, start a new run with --fresh or run.dir=..., or continue with the new ones: "
-                "--accept-changed-inputs."
-            )
-        folder.notes += checkpoints.forget_incomplete_best(saved.progress) if saved else []
-        folder.notes += [f"continues with another input than before: {change}" for change in changes]
+        saved = continued_from(
+            folder, checkpoints, identity["inputs"], without=without, accept_changed_inputs=accept_changed_inputs
+        )
         observer = Observer(
             folder.path,
             config.observe,
@@ -143,72 +132,109 @@ def train(
             callbacks=callbacks,
             metadata={"config": settings, "inputs": identity["inputs"], **provenance(loaded.run_file.parent)},
         )
-        outcome = "failed"
-        try:
-            with ThreadPoolExecutor(1, thread_name_prefix="compute") as compute:
-                stop = asyncio.Event()
-                services = Services.from_config(
-                    loaded,
-                    split,
-                    folder=folder.path,
-                    logs=folder.logs,
-                    without=judge_services(config) if topology.judges else (),
-                    say=observer.say,
-                    relay=observer.relay,
-                    stop=stop,
-                )
-                memory = RunMemory(loaded, folder, observer, own)
-                observer.watch(checkpoints.disk_metrics)
-                alarms = LiveAlarms(
-                    settings,
-                    observer,
-                    saved=saved.progress.alarms if saved else {},
-                    stop_on=config.observe.stop_on,
-                    stop=stop,
-                )
-                job = Job(
-                    loaded,
-                    folder,
-                    observer,
-                    tokenizer,
-                    checkpoints,
-                    compute,
-                    stop,
-                    device,
-                    found,
-                    services,
-                    memory,
-                    topology,
-                    alarms,
-                )
-                placement = [] if is_local else topology_lines(topology)
-                unused = [f"services.{name}: no reward names it in its args" for name in unused_services(config)]
-                notes = (*map(str, choices), *unseen_notes(config, device), *placement)
-                for note in (*notes, *split.notes, *unused):
-                    observer.say(note)
-                try:
-                    with located(loaded):
-                        in_new_loop(run_stages(job, saved, interrupted))
-                finally:
-                    memory.report()
-            outcome = "finished"
-        except StoppedByAlarm as stopped:
-            outcome = str(stopped).partition(":")[0]
-            raise
-        except Stopped:
-            outcome = "stopped by the user"
-            raise
-        except BaseExceptionGroup as group:
-            cause = first_cause(group)
-            raise (exhausted(cause) or cause) from group
-        except (MemoryError, RuntimeError, OSError) as error:
-            if failure := exhausted(error):
-                raise failure from error
-            raise
-        finally:
-            error = sys.exception() if outcome == "failed" else None
-            observer.close(outcome, f"{type(error).__name__}: {error}" if error else "")
+        with end_recorded(observer), ThreadPoolExecutor(1, thread_name_prefix="compute") as compute:
+            stop = asyncio.Event()
+            services = Services.from_config(
+                loaded,
+                split,
+                folder=folder.path,
+                logs=folder.logs,
+                without=judge_services(config) if topology.judges else (),
+                say=observer.say,
+                relay=observer.relay,
+                stop=stop,
+            )
+            memory = RunMemory(loaded, folder, observer, own)
+            observer.watch(checkpoints.disk_metrics)
+            alarms = LiveAlarms(
+                settings,
+                observer,
+                saved=saved.progress.alarms if saved else {},
+                stop_on=config.observe.stop_on,
+                stop=stop,
+            )
+            job = Job(
+                loaded,
+                folder,
+                observer,
+                tokenizer,
+                checkpoints,
+                compute,
+                stop,
+                device,
+                found,
+                services,
+                memory,
+                topology,
+                alarms,
+            )
+            placement = [] if is_local else topology_lines(topology)
+            unused = [f"services.{name}: no reward names it in its args" for name in unused_services(config)]
+            notes = (*map(str, choices), *unseen_notes(config, device), *placement)
+            for note in (*notes, *split.notes, *unused):
+                observer.say(note)
+            try:
+                with located(loaded):
+                    in_new_loop(run_stages(job, saved, interrupted))
+            finally:
+                memory.report()
         return folder.path
+
+
+def continued_from(
+    folder: RunFolder,
+    checkpoints: Checkpoints,
+    inputs: Mapping[str, str],
+    *,
+    without: Collection[str],
+    accept_changed_inputs: bool,
+) -> SavedCheckpoint | None:
+    """The newest checkpoint of a resumed run, less what it continues `without`; notes of the folder say what differs.
+
+    Raises:
+        RunFolderError: inputs are others than it was trained with, and that is not accepted.
+    """
+    saved = checkpoints.newest() if folder.resumed else None
+    if saved is None:
+        return None
+    saved = saved.without_optimizer() if "optimizer" in without else saved
+    folder.notes += [f"continues without the {what} state of {saved.path.name}" for what in without]
+    changes = changed_inputs(saved.run["inputs"], inputs)
+    if changes and not accept_changed_inputs:
+        raise RunFolderError(
+            f"{folder.path}: inputs of the run differ from those that {saved.path.name} was trained with:\n"
+            + "\n".join(f"  {change}" for change in changes)
+            + "\nRestore them, start a new run with --fresh or run.dir=..., or continue with the new ones: "
+            "--accept-changed-inputs."
+        )
+    folder.notes += checkpoints.forget_incomplete_best(saved.progress)
+    folder.notes += [f"continues with another input than before: {change}" for change in changes]
+    return saved
+
+
+@contextmanager
+def end_recorded(observer: Observer) -> Iterator[None]:
+    """Closes the observer with how the run ended; raises what went wrong as Hone's error where it has one."""
+    outcome = "failed"
+    try:
+        yield
+        outcome = "finished"
+    except StoppedByAlarm as stopped:
+        outcome = str(stopped).partition(":")[0]
+        raise
+    except Stopped:
+        outcome = "stopped by the user"
+        raise
+    except BaseExceptionGroup as group:
+        cause = first_cause(group)
+        raise (exhausted(cause) or cause) from group
+    except (MemoryError, RuntimeError, OSError) as error:
+        if failure := exhausted(error):
+            raise failure from error
+        raise
+    finally:
+        error = sys.exception() if outcome == "failed" else None
+        observer.close(outcome, f"{type(error).__name__}: {error}" if error else "")
 
 
 def refuse_untrainable(loaded: Loaded, tokenizer: Tokenizer) -> None:

@@ -182,7 +182,7 @@ class TokenwiseEngine(Engine, Protocol):
 
 @runtime_checkable
 class Buckets(Protocol):
-    """One version on its way, see `weights.receive.Arriving`."""
+    """One version on its way: what `weights.receive.Arriving` is, which this layer may not import."""
 
     def buckets(self) -> Iterable[tuple[Any, Any]]:
         """Header and parts of each, for `weights.vllm_worker`."""

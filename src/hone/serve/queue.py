@@ -246,7 +246,8 @@ class ScoreQueue:
 
 @runtime_checkable
 class BatchScorer(Scorer, Protocol):
-    """A scorer that takes several groups at once at less cost than one by one, such as a model."""
+    """A scorer that takes several groups at once at less cost than one by one, such as a model. A protocol, as scorers
+    know nothing of this layer."""
 
     async def score_many(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]: ...
 

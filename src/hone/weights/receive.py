@@ -37,7 +37,8 @@ class Loads(Protocol):
 
 @runtime_checkable
 class LoadsBuckets(Protocol):
-    """An engine whose workers open buckets by themselves (vLLM): its `load` reads `Arriving.buckets`."""
+    """An engine whose workers open buckets by themselves (vLLM): its `load` reads `Arriving.buckets`. A protocol, as
+    engines come from other packages too."""
 
     @property
     def opens_buckets(self) -> bool:
