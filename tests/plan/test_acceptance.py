@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from ruamel.yaml import YAML
@@ -59,16 +60,16 @@ def test_every_figure_is_explained():
 def replace_parts(monkeypatch, part):
     """`part` in place of each part's process, on the CPU: asking a GPU's driver is a process too."""
     monkeypatch.setattr(runner, "devices_here", lambda _: devices_here("cpu"))
-    monkeypatch.setattr(runner.subprocess, "run", part)
+    monkeypatch.setattr(runner, "why_failed", part)
 
 
-def run(monkeypatch, tmp_path, lines, code=0):
+def run(monkeypatch, tmp_path, lines, failure=""):
     """The runner with a part that writes these lines."""
 
-    def part(words, **_):
+    def part(words, log, limit_s):
         with Path(words[4]).open("a") as file:
             file.write("".join(f"{json.dumps(line)}\n" for line in lines))
-        return type("Done", (), {"returncode": code, "stderr": "Traceback\nValueError: no"})()
+        return failure
 
     replace_parts(monkeypatch, part)
     return runner.main(["--parts", "devices", "--tiny", "--out", str(tmp_path)])
@@ -79,32 +80,37 @@ def test_one_that_is_missed_or_a_part_that_fails_is_the_exit_code(monkeypatch, t
     assert run(monkeypatch, tmp_path, [good]) == 0
     assert run(monkeypatch, tmp_path, [good, bad]) == 1
     assert "missed: run gate_gap : 0.5, expected at most 0.03" in capsys.readouterr().out
-    assert run(monkeypatch, tmp_path, [good], code=1) == 1
+    assert run(monkeypatch, tmp_path, [good], "ValueError: no") == 1
     assert "devices: failed: ValueError: no" in capsys.readouterr().out
     names = [row["figure"] for row in read_lines(tmp_path / "acceptance.jsonl")]
     assert names == ["gate_gap", "finished", "seconds", "total_s"]
     assert "ValueError: no" in (tmp_path / "acceptance.md").read_text()
 
 
-def test_a_part_has_its_time(monkeypatch, tmp_path):
-    def late(words, timeout, **_):
-        raise runner.subprocess.TimeoutExpired(words, timeout)
-
-    replace_parts(monkeypatch, late)
-    assert runner.main(["--parts", "numbers", "--out", str(tmp_path), "--limit-s", "7"]) == 1
-    assert read_lines(tmp_path / "acceptance.jsonl")[0]["note"] == "not done within 7 s"
+@pytest.mark.parametrize(
+    ("end", "limit_s", "failure"),
+    [
+        ("exit 0", 100.0, ""),
+        ("echo ValueError: no; exit 1", 100.0, "ValueError: no"),
+        ("kill -9 $$", 100.0, "was ended by signal 9, Killed"),
+        ("sleep 1000", 2.0, "not done within 2 s"),
+    ],
+)
+def test_nothing_that_a_part_starts_outlives_it(tmp_path, end, limit_s, failure):
+    """As `hone train` under it, which has a session of its own and would keep the device."""
+    (tmp_path / "part.sh").write_text(f"setsid sleep 1000 &\necho $! > {tmp_path}/pid\n{end}\n")
+    assert runner.why_failed(["sh", str(tmp_path / "part.sh")], tmp_path / "log", limit_s) == failure
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_all_parts_have_their_time_together(monkeypatch, tmp_path):
     """Of three parts that take 300 s each, in 500 s: one is done, one is cut short, one does not begin."""
     now, limits = [0.0], []
 
-    def part(words, timeout, **_):
-        limits.append(timeout)
-        now[0] += min(timeout, 300)
-        if timeout < 300:
-            raise runner.subprocess.TimeoutExpired(words, timeout)
-        return type("Done", (), {"returncode": 0, "stderr": ""})()
+    def part(words, log, limit_s):
+        limits.append(limit_s)
+        now[0] += min(limit_s, 300)
+        return f"not done within {limit_s:.0f} s" if limit_s < 300 else ""
 
     monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
     replace_parts(monkeypatch, part)

@@ -10,14 +10,16 @@ Exit code 0 when every expectation is met, 1 when one is missed. Needs no networ
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import subprocess
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hone.devices import devices_here
+from hone.services.process import LocalServiceProcess
 from hone.tools.acceptance.figures import Figure, page, read_lines
 from hone.tools.acceptance.parts import PARTS
 
@@ -60,24 +62,43 @@ def main(arguments: Sequence[str]) -> int:
 def run_part(part: str, lines: Path, *, tiny: bool, limit_s: float, is_gpu: bool) -> None:
     """One part in a process of its own, which writes its figures itself; whether it came to its end is a figure too.
 
-    Where no time is left it does not begin.
+    What it prints is in a log beside `lines`. Where no time is left it does not begin.
     """
     words = [sys.executable, "-m", "hone.tools.acceptance.parts", part, str(lines), *(["--tiny"] if tiny else [])]
-    started = time.monotonic()
-    try:
-        if limit_s <= 0:
-            raise subprocess.TimeoutExpired(words, limit_s)
-        done = subprocess.run(words, timeout=limit_s, check=False, stderr=subprocess.PIPE, text=True)
-        note = done.stderr.strip().splitlines()[-1][:200] if done.returncode and done.stderr.strip() else ""
-        code = done.returncode
-    except subprocess.TimeoutExpired:
-        code, note = 124, f"not done within {limit_s:.0f} s" if limit_s > 0 else "no time was left for it"
+    started, log = time.monotonic(), lines.with_name(f"{part}.log")
+    log.unlink(missing_ok=True)
+    failure = why_failed(words, log, limit_s) if limit_s > 0 else "no time was left for it"
     figures = [
-        Figure(part, "finished", float(code == 0), note=note),
+        Figure(part, "finished", float(not failure), note=failure),
         Figure(part, "seconds", time.monotonic() - started),
     ]
     append(lines, figures, is_gpu=is_gpu)
-    print(f"{part}: {'done' if code == 0 else f'failed: {note}'} ({figures[1].value:.0f} s)", flush=True)
+    print(f"{part}: {f'failed: {failure}' if failure else 'done'} ({figures[1].value:.0f} s)", flush=True)
+
+
+def why_failed(words: Sequence[str], log: Path, limit_s: float) -> str:
+    """Run a command with its output appended to `log`. Nothing that it started outlives it, or this process.
+
+    Args:
+        limit_s: seconds after which it is killed.
+    Returns:
+        "" when it ended with exit code 0; else the last line of its log, or what became of it.
+    """
+
+    async def ended() -> str:
+        process = await LocalServiceProcess.begin(
+            words, log=log, folder=Path.cwd(), environment=os.environ, stop_timeout_s=0.0
+        )
+        try:
+            return await process.ended() if await process.ended_within(limit_s) else f"not done within {limit_s:.0f} s"
+        finally:
+            await process.kill()
+
+    how = asyncio.run(ended())
+    if how == "ended with exit code 0":
+        return ""
+    said = log.read_text("utf-8", "replace").strip().splitlines() if how.startswith("ended with") else []
+    return said[-1][:200] if said else how
 
 
 def append(lines: Path, figures: Iterable[Figure], *, is_gpu: bool) -> None:
