@@ -12,7 +12,9 @@ from ruamel.yaml import YAML
 
 from hone.cli.main import main as hone
 from hone.devices import devices_here
+from hone.memory.gauges import GIB
 from hone.plan.efficiency import MeasuredRates, efficiency_path, known_rates, remember_rates, with_measured
+from hone.plan.hardware import find_hardware
 from hone.plan.time import GPU
 from hone.runtime.processes import environment_restored
 from hone.tools.acceptance import __main__ as runner
@@ -121,6 +123,40 @@ def test_all_parts_have_their_time_together(monkeypatch, tmp_path):
     assert finished == [(1, ""), (0, "not done within 200 s"), (0, "no time was left for it")]
     assert (lines[-1]["figure"], lines[-1]["value"]) == ("total_s", 500)
     assert EXPECTED["total_s"].holds(2401, is_gpu=True) is False
+
+
+def test_a_case_without_memory_does_not_end_its_part():
+    from hone.tools.acceptance.setting import within_memory
+
+    def figures(error):
+        yield Figure("modes", "mode_mfu", 0.4, "a")
+        raise error
+
+    def found(error, fits):
+        return [(one.name, one.note) for one in within_memory("modes", "a", figures(error), fits=fits)][1:]
+
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+    assert found(full, True) == [("out_of_memory", "CUDA out of memory. Tried to allocate 2.00 GiB.")]
+    assert found(full, False)[0][0] == "left_out" and EXPECTED["out_of_memory"].holds(1.0, is_gpu=True) is False
+    with pytest.raises(RuntimeError, match="another"):
+        found(RuntimeError("another"), True)
+
+
+def test_an_update_s_memory_is_set_beside_the_plan_s_tensors(monkeypatch):
+    """Without those of a run's engine, which would hide as many GiB that the plan lacks."""
+    from hone.tools.acceptance import trainers
+    from hone.tools.acceptance.setting import PartSetting
+
+    monkeypatch.setattr(trainers, "find_hardware", lambda _: find_hardware("H100-80G"))
+    work = trainers.PlannedUpdate(PartSetting(torch.device("cpu"), tiny=False), "0.6b", 32768, "bfloat16")
+    update = next(one for one in work.plans["none"].ledgers[0].phase_peaks() if one.phase == "update")
+    terms = {one.name: one.bytes / GIB for one in update.terms}
+    other = terms.pop("CUDA context"), terms.pop("KV cache") + terms.pop("CUDA graphs")
+    assert other == (pytest.approx(0.5), pytest.approx(4.5, rel=0.03))
+    assert {"master weights", "AdamW moments", "activations"} < terms.keys()
+    measured = 1.05 * sum(terms.values())
+    found = work.peak_over_plan("trainer-0.6b", "none", "", int(measured * GIB))
+    assert found.value == pytest.approx(1.05) and found.note == f"{measured:.1f} of {measured / 1.05:.1f} GiB"
 
 
 def test_it_starts_without_what_may_not_be_installed():

@@ -18,12 +18,15 @@ from hone.algo.algorithm import Algorithm
 from hone.assemble.job import set_up_arithmetic
 from hone.config.algorithm import AlgorithmSection
 from hone.config.run import OptimizerSection, RunSection
-from hone.devices import devices_here, is_accelerator, synchronize
+from hone.devices import devices_here, give_back_memory, is_accelerator, synchronize
+from hone.errors import first_line
+from hone.memory.gauges import ran_out_of_memory
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.plan.known_models import named_config
 from hone.rollout.engine import Request, Sampling
 from hone.runtime.processes import end_with
+from hone.tools.acceptance.figures import Figure
 from hone.train.learner import Passes
 from hone.train.mesh import process_group
 from hone.train.policy import PolicyTrainer
@@ -177,6 +180,21 @@ def timed(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
         synchronize()
         seconds.append(time.perf_counter() - started)
     return sorted(seconds)[repeats // 2], found
+
+
+def within_memory(part: str, case: str, figures: Iterator[Figure], *, fits: bool) -> Iterator[Figure]:
+    """Figures of a case, and where memory runs out one that says so. What torch keeps is released at the end.
+
+    Args:
+        fits: whether the plan says that there is room. Where it does not, the case counts as left out.
+    """
+    try:
+        yield from figures
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        yield Figure(part, "out_of_memory" if fits else "left_out", 1.0, case, first_line(error))
+    give_back_memory()
 
 
 @dataclass(frozen=True, slots=True)

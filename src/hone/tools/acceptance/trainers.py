@@ -10,7 +10,7 @@ import torch
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import Checkpointing, RunConfig
-from hone.devices import give_back_memory, module_of
+from hone.devices import module_of
 from hone.model.kernels import use_fused_kernels, uses_fused_kernels
 from hone.model.load import init_model
 from hone.plan import time as roofline
@@ -32,11 +32,14 @@ from hone.tools.acceptance.setting import (
     shape_of,
     timed,
     update,
+    within_memory,
 )
 from hone.tools.acceptance.usage import synchronizations, watched
 from hone.train.policy import PolicyTrainer
 
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
+OF_A_RUN = ("CUDA context", "KV cache", "CUDA graphs")
+"""Terms of a plan that are no tensors of an update alone: the driver's, and those of a run's engine."""
 
 
 class PlannedUpdate:
@@ -99,7 +102,7 @@ class PlannedUpdate:
     def peak_over_plan(self, part: str, mode: Checkpointing, case: str, measured: int) -> Figure:
         """Most bytes of tensors in an update over the plan's."""
         phases = {moment.phase: moment for moment in self.plans[mode].ledgers[0].phase_peaks()}
-        expected = sum(term.bytes for term in phases["update"].terms if term.name != "CUDA context")
+        expected = sum(term.bytes for term in phases["update"].terms if term.name not in OF_A_RUN)
         note = f"{measured / GIB:.1f} of {expected / GIB:.1f} GiB"
         return Figure(part, "peak_over_plan", measured / expected, case, note)
 
@@ -176,14 +179,13 @@ def trainer_part(size: str) -> Callable[[PartSetting], Iterator[Figure]]:
         shape = TINY if setting.tiny else shape_of(size)
         dtype = setting.precision
         model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
-        found: list[MeasuredRates] = []
         trainer, algorithm = make_trainer(model, dtype, setting.budget), make_algorithm()
         for length in setting.lengths:
             work = PlannedUpdate(setting, size, length, dtype)
             trainer.passes.tokens_per_microbatch = work.budget
-            yield from trainer_at(name, setting, trainer, algorithm, work, found)
-        if setting.is_gpu:
-            print(f"efficiencies of {len(found)} shapes are in {remember_rates(found)}")
+            figures = trainer_at(name, setting, trainer, algorithm, work)
+            yield from within_memory(name, work.case, figures, fits=bool(work.fitting))
+            trainer.optimizer.begin_again()  # without the gradient of an update that ran out of memory
 
     return part
 
@@ -194,9 +196,8 @@ def trainer_at(
     trainer: PolicyTrainer,
     algorithm: Algorithm,
     work: PlannedUpdate,
-    found: list[MeasuredRates],
 ) -> Iterator[Figure]:
-    """Figures of one length."""
+    """Figures of one length. What share of the peak it reached is remembered at once."""
     tokens, case = work.tokens, work.case
     forward_s, _ = timed(lambda: trainer.logprobs(work.batch))
     yield Figure(name, "logprob_tokens_per_s", tokens / forward_s, case)
@@ -217,7 +218,7 @@ def trainer_at(
     yield work.peak_over_plan(name, mode, case, module_of(setting.device).max_memory_allocated())
     yield from use_of_update(name, case, lambda: update(trainer, work.batch, algorithm), metrics)
     seconds = (forward_s, update_s, metrics["train/microbatches"] * roofline.GPU.microbatch_overhead_s)
-    found.append(work.rates(mode, seconds))
+    print(f"efficiencies of {case} are in {remember_rates([work.rates(mode, seconds)])}")
 
 
 def use_of_update(name: str, case: str, work: Callable[[], object], metrics: Mapping[str, float]) -> Iterator[Figure]:
@@ -271,19 +272,33 @@ def modes_of(setting: PartSetting, size: str, length: int, dtype: str) -> Iterat
                 yield Figure("modes", "left_out", 1.0, f"{size}, {kernels}", "the compiler does not work here")
                 continue
             for mode in work.fitting:
-                ways[kernels, mode] = way = measured_way(setting, work, mode, dtype)
                 case = f"{size}, {work.case}, {named(mode)}, {kernels}"
-                seconds = way.figures.seconds
-                yield Figure("modes", "mode_tokens_per_s", work.tokens / seconds, case)
-                yield Figure("modes", "mode_mfu", 3 * work.flops / seconds / work.peak_flops, case)
-                if setting.is_gpu:
-                    yield Figure("modes", "mode_peak_gib", way.peak_bytes / GIB, case)
-                if kernels == KERNELS[1] and setting.is_gpu:
-                    yield work.peak_over_plan("modes", mode, case, way.peak_bytes)
-                yield from beside(way, ways[kernels, work.fitting[0]], BESIDE_FIRST, case)
-                yield from beside(way, ways[KERNELS[0], mode], BESIDE_TORCH, case)
+                figures = way_at(setting, work, kernels, mode, dtype, ways, case)
+                yield from within_memory("modes", case, figures, fits=True)
         finally:
             use_fused_kernels(None)
+
+
+def way_at(
+    setting: PartSetting,
+    work: PlannedUpdate,
+    kernels: str,
+    mode: Checkpointing,
+    dtype: str,
+    ways: dict[tuple[str, Checkpointing], Way],
+    case: str,
+) -> Iterator[Figure]:
+    """One way, beside those that are in `ways` already; it is put there too."""
+    ways[kernels, mode] = way = measured_way(setting, work, mode, dtype)
+    seconds = way.figures.seconds
+    yield Figure("modes", "mode_tokens_per_s", work.tokens / seconds, case)
+    yield Figure("modes", "mode_mfu", 3 * work.flops / seconds / work.peak_flops, case)
+    if setting.is_gpu:
+        yield Figure("modes", "mode_peak_gib", way.peak_bytes / GIB, case)
+    if kernels == KERNELS[1] and setting.is_gpu:
+        yield work.peak_over_plan("modes", mode, case, way.peak_bytes)
+    yield from beside(way, ways.get((kernels, work.fitting[0])), BESIDE_FIRST, case)
+    yield from beside(way, ways.get((KERNELS[0], mode)), BESIDE_TORCH, case)
 
 
 def named(mode: Checkpointing) -> str:
@@ -293,7 +308,6 @@ def named(mode: Checkpointing) -> str:
 
 def measured_way(setting: PartSetting, work: PlannedUpdate, mode: Checkpointing, dtype: str) -> Way:
     """A new trainer's update."""
-    give_back_memory()
     model = init_model(work.shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
     model.checkpointing = mode
     trainer = make_trainer(model, dtype, work.budget)
@@ -304,9 +318,9 @@ def measured_way(setting: PartSetting, work: PlannedUpdate, mode: Checkpointing,
     return Way(measured_update(trainer, work.batch), module.max_memory_allocated())
 
 
-def beside(way: Way, other: Way, names: tuple[str, str, str, str], case: str) -> Iterator[Figure]:
-    """Time, memory, logprobs and gradient against another way's, under these names of figures."""
-    if way is other:
+def beside(way: Way, other: Way | None, names: tuple[str, str, str, str], case: str) -> Iterator[Figure]:
+    """Time, memory, logprobs and gradient against another way's, under these names of figures; none without another."""
+    if other is None or way is other:
         return
     time_ratio, memory_ratio, logprob_difference, grad_difference = names
     yield Figure("modes", time_ratio, way.figures.seconds / other.figures.seconds, case)
