@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -157,6 +158,17 @@ def test_an_update_s_memory_is_set_beside_the_plan_s_tensors(monkeypatch):
     measured = 1.05 * sum(terms.values())
     found = work.peak_over_plan("trainer-0.6b", "none", "", int(measured * GIB))
     assert found.value == pytest.approx(1.05) and found.note == f"{measured:.1f} of {measured / 1.05:.1f} GiB"
+
+
+def test_memory_is_the_device_s_also_before_anything_uses_it(monkeypatch):
+    """As in the part on sleeping, whose model is on the CPU: a figure that is not there is never missed."""
+    from hone.tools.acceptance import engines
+    from hone.tools.acceptance.setting import PartSetting
+
+    device = SimpleNamespace(mem_get_info=lambda: (60 * GIB, 80 * GIB), is_initialized=lambda: False)
+    monkeypatch.setattr(engines, "module_of", lambda _: device)
+    assert engines.used_bytes(PartSetting(torch.device("cuda"), tiny=True)) == 20 * GIB
+    assert engines.used_bytes(PartSetting(torch.device("cpu"), tiny=True)) == 0
 
 
 def test_it_starts_without_what_may_not_be_installed():

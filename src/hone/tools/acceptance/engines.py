@@ -20,7 +20,7 @@ from hone.config.cluster import ClusterSection
 from hone.config.engine import EngineSection
 from hone.data.chat import character_tokenizer
 from hone.data.pack import collate
-from hone.devices import give_back_memory, used_and_total_bytes
+from hone.devices import give_back_memory, module_of
 from hone.model.base import CausalModel
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel
@@ -177,8 +177,8 @@ class Slept:
     """One sleep, and what came after it."""
 
     sleep_s: float
-    asleep_bytes: int | None
-    """Of the device, beyond those before the engine started; None without one."""
+    asleep_bytes: int
+    """Of the device, beyond those before the engine started; 0 without one."""
     reload_s: float
     """From the first byte of new weights until it was awake."""
     has_right_weights: bool
@@ -203,12 +203,12 @@ def sleeping(setting: PartSetting) -> Iterator[Figure]:
         place = VllmPlace(
             Path(name), dtype, PROMPT + tokens, max_concurrent=prompts * group, prefill_tokens=4096, takes_turns=True
         )
-        slept = asyncio.run(sleeps(place, shape, dtype, requests))
+        slept = asyncio.run(sleeps(setting, place, shape, requests))
     give_back_memory()
     for seed, one in zip(SEEDS, slept, strict=True):
         case = f"{'the first' if seed == 0 else 'other'} weights, {dtype}"
         yield Figure("sleeping", "sleep_s", one.sleep_s, case)
-        if one.asleep_bytes is not None:
+        if setting.is_gpu:
             yield Figure("sleeping", "asleep_gib", one.asleep_bytes / GIB, case)
         yield Figure("sleeping", "reload_s", one.reload_s, case)
         yield Figure("sleeping", "held_versions", float(one.has_right_weights), case)
@@ -221,17 +221,27 @@ def made(shape: Mapping[str, Any], seed: int, dtype: str, device: torch.device) 
     return init_model(shape, vocab_size=None, seed=seed, dtype=getattr(torch, dtype), device=device)
 
 
-async def sleeps(place: VllmPlace, shape: Mapping[str, Any], dtype: str, requests: Sequence[Request]) -> list[Slept]:
+def used_bytes(setting: PartSetting) -> int:
+    """Memory of the device that all processes use, this one with its context; 0 without one."""
+    if not setting.is_gpu:
+        return 0
+    free, total = module_of(setting.device).mem_get_info()  # begins to use the device where nothing has so far
+    return total - free
+
+
+async def sleeps(
+    setting: PartSetting, place: VllmPlace, shape: Mapping[str, Any], requests: Sequence[Request]
+) -> list[Slept]:
     """vLLM, which has drawn before its first sleep."""
-    before = used_and_total_bytes()
+    before = used_bytes(setting)
     engine, found = await start_vllm(place), list[Slept]()
     try:
         await asyncio.gather(*map(engine.generate, requests))
         for version, seed in enumerate(SEEDS, 1):
-            weights = made(shape, seed, dtype, torch.device("cpu"))
+            weights = made(shape, seed, setting.precision, torch.device("cpu"))
             started = time.perf_counter()
             await engine.sleep()
-            sleep_s, asleep = time.perf_counter() - started, used_and_total_bytes()
+            sleep_s, asleep_bytes = time.perf_counter() - started, used_bytes(setting) - before
             started = time.perf_counter()
             held = await loaded(engine, weights, version)
             await engine.wake()
@@ -240,7 +250,7 @@ async def sleeps(place: VllmPlace, shape: Mapping[str, Any], dtype: str, request
             found.append(
                 Slept(
                     sleep_s,
-                    None if asleep is None or before is None else asleep[0] - before[0],
+                    asleep_bytes,
                     reload_s,
                     held == weights_fingerprint(weights.named_weights()),
                     [Group(request.prompt, own) for request, own in zip(requests, samples, strict=True)],
