@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from ruamel.yaml import YAML
 
 from hone.cli.main import main as hone
-from hone.devices import devices_here
+from hone.devices import FoundDevices, devices_here
 from hone.memory.gauges import GIB
 from hone.plan.efficiency import MeasuredRates, efficiency_path, known_rates, remember_rates, with_measured
 from hone.plan.hardware import find_hardware
@@ -148,7 +149,7 @@ def test_an_update_s_memory_is_set_beside_the_plan_s_tensors(monkeypatch):
     from hone.tools.acceptance import trainers
     from hone.tools.acceptance.setting import PartSetting
 
-    monkeypatch.setattr(trainers, "find_hardware", lambda _: find_hardware("H100-80G"))
+    monkeypatch.setattr(trainers, "hardware_of", lambda _: find_hardware("H100-80G"))
     work = trainers.PlannedUpdate(PartSetting(torch.device("cpu"), tiny=False), "0.6b", 32768, "bfloat16")
     update = next(one for one in work.plans["none"].ledgers[0].phase_peaks() if one.phase == "update")
     terms = {one.name: one.bytes / GIB for one in update.terms}
@@ -169,6 +170,53 @@ def test_memory_is_the_device_s_also_before_anything_uses_it(monkeypatch):
     monkeypatch.setattr(engines, "module_of", lambda _: device)
     assert engines.used_bytes(PartSetting(torch.device("cuda"), tiny=True)) == 20 * GIB
     assert engines.used_bytes(PartSetting(torch.device("cpu"), tiny=True)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known", "tera"),
+    [
+        ("NVIDIA H100 PCIe", 79, "H100-PCIe-80G", 756),
+        ("NVIDIA A800-SXM4-80GB", 79, "A100-80G", 312),
+        ("AMD Instinct MI300X", 191, "MI300X-192G", 1307),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9, None, 50),
+        ("NVIDIA Unheard 1", 40, None, 50),
+    ],
+)
+def test_any_gpu_has_a_peak(monkeypatch, name, gib, known, tera):
+    """By the name that torch says: nvidia-smi calls a part of a device by the name of the whole."""
+    from hone.tools.acceptance import setting as shared
+
+    properties = SimpleNamespace(name=name, total_memory=gib * GIB)
+    module = SimpleNamespace(current_device=lambda: 0, get_device_properties=lambda _: properties)
+    peak = replace(find_hardware("T4-16G"), name=name, fp32_flops=50e12, bf16_flops=50e12)
+    monkeypatch.setattr(shared, "module_of", lambda _: module)
+    monkeypatch.setattr(shared, "measured_hardware", lambda device, name: peak)
+    monkeypatch.setattr(shared, "hardware_of", shared.hardware_of.__wrapped__)
+    monkeypatch.setattr(shared, "devices_here", lambda _: FoundDevices("cuda", "GPU", 1, True))
+    gpu = torch.device("cuda")
+    found = shared.hardware_of(gpu)
+    assert (found.name, found.memory_bytes, found.flops(2)) == (known or name, gib * GIB, tera * 1e12)
+    assert shared.has_data_sheet(gpu) is (known is not None)
+    figure = shared.peak_figure("modes", shared.PartSetting(gpu, tiny=False))
+    assert figure.value == tera and figure.note.startswith("data sheet" if known else f"no data sheet of {name}: ")
+
+
+def test_a_device_without_a_data_sheet_is_measured():
+    from hone.tools.acceptance.setting import measured_hardware
+
+    found = measured_hardware(torch.device("cpu"), "NVIDIA Unheard 1", rows=64, copied_bytes=1 << 20)
+    assert found.name == "NVIDIA Unheard 1" and found.names == ("cuda", "GPU")
+    assert 1e6 < found.fp32_flops < 1e15 and 1e6 < found.bandwidth < 1e13
+
+
+def test_a_model_whose_states_have_no_room_is_left_out_before_it_is_made(monkeypatch):
+    from hone.tools.acceptance import trainers
+    from hone.tools.acceptance.setting import PartSetting
+
+    monkeypatch.setattr(trainers, "hardware_of", lambda _: find_hardware("A100-40G"))
+    monkeypatch.setattr(trainers, "init_model", None)
+    (figure,) = trainers.trainer_part("4b")(PartSetting(torch.device("cpu"), tiny=False))
+    assert (figure.name, figure.case) == ("left_out", "4b") and "no room for weights" in figure.note
 
 
 def test_it_starts_without_what_may_not_be_installed():

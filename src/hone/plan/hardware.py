@@ -194,7 +194,12 @@ def this_machine() -> Hardware:
 def known_gpu() -> Hardware | None:
     """One of this machine's NVIDIA GPUs by its data sheet; None where there is none, or it is not known."""
     gpus = _nvidia_gpus()
-    preset = _name_of(gpus[0][0]) if gpus else None
+    return named_device(gpus[0][0]) if gpus else None
+
+
+def named_device(name: str) -> Hardware | None:
+    """One device by the name that its driver gives it, or any other of hardware.toml; None where it is not there."""
+    preset = _name_of(name)
     return None if preset is None else _of(preset, 1)
 
 

@@ -64,6 +64,7 @@ EXPECTED: Mapping[str, Expectation] = {
     "kernels_logprob_difference": Expectation("nats, mean", most=5e-2, on_cpu=True),
     "kernels_grad_difference": Expectation("relative", most=2e-2, on_cpu=True),
     "kernels_new_lengths": Expectation("compilations", most=0, on_cpu=True),
+    "peak_tflops": Expectation("10^12 operations/s"),
     "logprob_tokens_per_s": Expectation("tokens/s"),
     "logprob_mfu": Expectation("of the peak", least=0.40),
     "update_tokens_per_s": Expectation("tokens/s"),

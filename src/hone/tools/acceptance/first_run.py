@@ -29,7 +29,7 @@ from hone.tools.acceptance.runs import (
     memory_over_plan,
     metrics_of,
 )
-from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, shape_of
+from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, has_data_sheet, shape_of
 
 STEPS = 3
 EXAMPLE: Mapping[str, Mapping[str, Any]] = {
@@ -61,6 +61,9 @@ def gsm8k(setting: PartSetting) -> Iterator[Figure]:
             return
         samples = example["train"]["prompts_per_step"] * example["rollout"]["group_size"]
         yield from figures_of_steps("gsm8k", "", lines, samples)
+        if not has_data_sheet(setting.device):
+            yield Figure("gsm8k", "left_out", 1.0, "step_over_plan", "hone plan does not know the device")
+            return
         lengths = [found for line in lines if (found := line.get("rollout/response_tokens_mean")) is not None]
         planned = planned_step(folder, sum(lengths) / len(lengths))
         use = "cluster.engines.use: "  # in the notes on what `auto` stands for

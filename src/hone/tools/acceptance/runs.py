@@ -98,6 +98,9 @@ def memory_over_plan(part: str, folder: Path, case: str) -> Iterator[Figure]:
     """Of a run in one process: its worst phase."""
     _, found = comparison(folder / "out")
     ratios = {row.phase: row.measured_bytes / row.expected.bytes for row in found if row.expected}
+    if not ratios:
+        yield Figure(part, "left_out", 1.0, f"memory_over_plan {case}".strip(), "the run has no plan of this device")
+        return
     worst = max(ratios, key=lambda phase: ratios[phase])
     yield Figure(part, "memory_over_plan", ratios[worst], case, worst)
 

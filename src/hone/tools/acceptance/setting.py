@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,11 +19,12 @@ from hone.algo.algorithm import Algorithm
 from hone.assemble.job import set_up_arithmetic
 from hone.config.algorithm import AlgorithmSection
 from hone.config.run import OptimizerSection, RunSection
-from hone.devices import devices_here, give_back_memory, is_accelerator, synchronize
+from hone.devices import devices_here, give_back_memory, is_accelerator, module_of, synchronize
 from hone.errors import first_line
 from hone.memory.gauges import ran_out_of_memory
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
+from hone.plan.hardware import THIS, Hardware, find_hardware, memory_limit_bytes, named_device
 from hone.plan.known_models import named_config
 from hone.rollout.engine import Request, Sampling
 from hone.runtime.processes import end_with
@@ -180,6 +182,73 @@ def timed(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
         synchronize()
         seconds.append(time.perf_counter() - started)
     return sorted(seconds)[repeats // 2], found
+
+
+@cache
+def hardware_of(device: torch.device) -> Hardware:
+    """A device by its data sheet, with the memory that torch sees; a CPU as `hone plan` measures it.
+
+    The speed of a device without a known data sheet, or of a part of one, is timed here.
+    """
+    if not is_accelerator(device):
+        return find_hardware(THIS)
+    module = module_of(device)
+    properties = module.get_device_properties(module.current_device())
+    found = named_device(properties.name) or measured_hardware(device, properties.name)
+    return replace(found, memory_bytes=properties.total_memory, host_bytes=memory_limit_bytes())
+
+
+def has_data_sheet(device: torch.device) -> bool:
+    """Whether `hone plan` knows the device: a CPU it measures itself."""
+    return not is_accelerator(device) or named_device(hardware_of(device).name) is not None
+
+
+def peak_figure(part: str, setting: PartSetting) -> Figure:
+    """What the MFUs of a part are shares of."""
+    found = hardware_of(setting.device)
+    sheet = f"data sheet of {found.name}" if setting.is_gpu else "measured by a matrix product"
+    note = sheet if has_data_sheet(setting.device) else f"no data sheet of {found.name}: measured by a matrix product"
+    return Figure(part, "peak_tflops", found.flops(2 if setting.precision == "bfloat16" else 4) / 1e12, note=note)
+
+
+PRODUCT_ROWS, COPIED_BYTES, LINK = 8192, 1 << 30, 25e9
+"""Of the square matrices and of the copy that are timed; bytes per second to other devices: a guess, not used here."""
+
+
+def measured_hardware(
+    device: torch.device, name: str, *, rows: int = PRODUCT_ROWS, copied_bytes: int = COPIED_BYTES
+) -> Hardware:
+    """One device as it is measured; its memory and the host's are 0.
+
+    Args:
+        rows: of the square matrices.
+        copied_bytes: of the copy, which is read and written.
+    """
+
+    def flops(dtype: torch.dtype) -> float:
+        matrix = torch.randn(rows, rows, device=device, dtype=dtype)
+        product = torch.empty_like(matrix)
+        seconds, _ = timed(lambda: [torch.mm(matrix, matrix, out=product) for _ in range(10)])
+        return 10 * 2 * rows**3 / seconds
+
+    bfloat16 = devices_here("auto").bfloat16
+    source = torch.zeros(copied_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s, _ = timed(lambda: target.copy_(source))
+    return Hardware(
+        name=name,
+        kind="gpu",
+        devices=1,
+        memory_bytes=0,
+        bandwidth=2 * copied_bytes / copy_s,
+        bf16_flops=flops(torch.bfloat16 if bfloat16 else torch.float16),
+        fp32_flops=flops(torch.float32),
+        link=LINK,
+        host_link=LINK,
+        per_node=1,
+        host_bytes=0,
+        bfloat16=bfloat16,
+    )
 
 
 def within_memory(part: str, case: str, figures: Iterator[Figure], *, fits: bool) -> Iterator[Figure]:

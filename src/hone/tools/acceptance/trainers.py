@@ -15,7 +15,8 @@ from hone.model.kernels import use_fused_kernels, uses_fused_kernels
 from hone.model.load import init_model
 from hone.plan import time as roofline
 from hone.plan.efficiency import MeasuredRates, remember_rates
-from hone.plan.hardware import find_hardware
+from hone.plan.engine import CONTEXT_BYTES
+from hone.plan.hardware import Hardware
 from hone.plan.planner import Plan, plan
 from hone.sizes import GIB
 from hone.tools.acceptance.figures import Figure
@@ -25,9 +26,11 @@ from hone.tools.acceptance.setting import (
     TINY,
     PartSetting,
     UpdateFigures,
+    hardware_of,
     make_algorithm,
     make_trainer,
     measured_update,
+    peak_figure,
     random_batch,
     shape_of,
     timed,
@@ -68,6 +71,7 @@ class PlannedUpdate:
         self._response = max(length - PROMPT, 1)
         self.budget = max(setting.budget, length + PROMPT)
         """Tokens of a microbatch, at most."""
+        self.hardware: Hardware = hardware_of(setting.device)
         self.shape = TINY if setting.tiny else shape_of(size)
         self.batch = random_batch(
             [self._response] * samples, self._prompts, vocab=self.shape["vocab_size"], prompt_tokens=PROMPT
@@ -97,12 +101,21 @@ class PlannedUpdate:
     @property
     def peak_flops(self) -> float:
         """Operations per second that the device can do at most."""
-        return next(iter(self.plans.values())).inputs.hardware.flops(self._bytes_each)
+        return self.hardware.flops(self._bytes_each)
+
+    @property
+    def holds_states(self) -> bool:
+        """Whether weights, gradient and moments have room on this device."""
+        return self._tensor_bytes(next(iter(self.plans)), "optimizer") + CONTEXT_BYTES <= self.hardware.memory_bytes
+
+    def _tensor_bytes(self, mode: Checkpointing, phase: str) -> int:
+        """Most bytes of tensors in a phase, by the plan."""
+        phases = {moment.phase: moment for moment in self.plans[mode].ledgers[0].phase_peaks()}
+        return sum(term.bytes for term in phases[phase].terms if term.name not in OF_A_RUN)
 
     def peak_over_plan(self, part: str, mode: Checkpointing, case: str, measured: int) -> Figure:
         """Most bytes of tensors in an update over the plan's."""
-        phases = {moment.phase: moment for moment in self.plans[mode].ledgers[0].phase_peaks()}
-        expected = sum(term.bytes for term in phases["update"].terms if term.name not in OF_A_RUN)
+        expected = self._tensor_bytes(mode, "update")
         note = f"{measured / GIB:.1f} of {expected / GIB:.1f} GiB"
         return Figure(part, "peak_over_plan", measured / expected, case, note)
 
@@ -113,7 +126,7 @@ class PlannedUpdate:
             seconds: of a pass without gradients, of an update, and what the plan adds to that for its microbatches.
         """
         forward_s, update_s, overhead_s = seconds
-        learner, hardware = self._learner(mode), self.plans[mode].inputs.hardware
+        learner, hardware = self._learner(mode), self.hardware
         architecture = learner.architecture
         again = roofline.recomputed_frac(learner) * self.flops
         again += 2 * architecture.vocab * architecture.hidden * self.logit_tokens
@@ -165,7 +178,7 @@ class PlannedUpdate:
         )
         return plan(
             config,
-            find_hardware("this"),
+            self.hardware,
             mean_prompt_tokens=float(PROMPT),
             mean_response_tokens=float(self._response),
         )
@@ -178,6 +191,10 @@ def trainer_part(size: str) -> Callable[[PartSetting], Iterator[Figure]]:
         name = f"trainer-{size}"
         shape = TINY if setting.tiny else shape_of(size)
         dtype = setting.precision
+        if not PlannedUpdate(setting, size, setting.lengths[0], dtype, modes=("full",)).holds_states:
+            yield Figure(name, "left_out", 1.0, size, "the device has no room for weights, gradient and moments")
+            return
+        yield peak_figure(name, setting)
         model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
         trainer, algorithm = make_trainer(model, dtype, setting.budget), make_algorithm()
         for length in setting.lengths:
@@ -252,6 +269,7 @@ class Way:
 def modes(setting: PartSetting) -> Iterator[Figure]:
     """Every mode of checkpointing that fits, with each kind of kernels, from the same weights and samples."""
     dtype = setting.precision
+    yield peak_figure("modes", setting)
     if not setting.is_gpu:
         yield Figure("modes", "left_out", 1.0, "memory", NO_ACCELERATOR)
     for size, length in (("0.6b", setting.lengths[0]),) if setting.tiny else WORK:
