@@ -1,13 +1,18 @@
 """A driver on a machine without an accelerator, of a Ray cluster whose other machines have GPUs."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hone.assemble import services, stages
+from hone.assemble.models import starting_folder
 from hone.config.load import load_config
-from hone.errors import DataError
+from hone.config.run import RunConfig
+from hone.data.chat import load_tokenizer
+from hone.devices import FoundDevices
+from hone.errors import DataError, PlacementError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 
@@ -55,3 +60,38 @@ def test_it_starts_a_run_on_the_cluster_s_gpus(monkeypatch, loaded):
 def test_a_run_in_one_process_needs_its_own(loaded):
     with pytest.raises(DataError, match=r"run.device: cuda"):
         stages.set_up_arithmetic(loaded.config.run)
+
+
+def test_random_weights_for_engines_are_made_on_its_cores(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = {"init": {"model_type": "qwen3", **sizes, "num_key_value_heads": 1, "head_dim": 16}, "characters": "ab"}
+    config = RunConfig.model_validate({"model": model, "data": {"train": "d"}})
+    source = SimpleNamespace(
+        loaded=SimpleNamespace(config=config, run_file=tmp_path / "run.yaml"),
+        folder=SimpleNamespace(path=tmp_path),
+        tokenizer=load_tokenizer(config.model, tmp_path),
+        device=torch.device("cuda"),
+    )
+    assert (starting_folder(source) / "model.safetensors").is_file()
+
+
+def own_ray(device):
+    sections = {"run": {"device": device}, "cluster": {"backend": "ray"}}
+    return RunConfig.model_validate({"model": {"path": "a/b"}, "data": {"train": "d"}, **sections})
+
+
+def test_a_ray_of_its_own_refuses_what_hone_does_not_know(monkeypatch):
+    """And what is not there, or cannot be placed; it computes on the CPU where that is all there is, or wanted."""
+    assert services.devices_found(own_ray("auto")).device_type == "cpu"
+    with pytest.raises(DataError, match="run.device: cuda, but torch sees no GPU"):
+        services.devices_found(own_ray("cuda"))
+    for seen, error in (("xpu", DataError), ("cuda", PlacementError)):
+        monkeypatch.setattr(
+            "torch.accelerator.current_accelerator", lambda check_available=False, seen=seen: torch.device(seen)
+        )
+        with pytest.raises(error, match=rf"run.device.* auto.* `{seen}` here"):
+            services.devices_found(own_ray("auto"))
+        assert services.devices_found(own_ray("cpu")).device_type == "cpu"
+    gpus = FoundDevices("cuda", "GPU", 2)
+    monkeypatch.setattr(services, "devices_here", lambda wanted: gpus)
+    assert services.devices_found(own_ray("auto")) is gpus

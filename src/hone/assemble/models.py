@@ -111,7 +111,8 @@ def named_model(config: RunConfig, tokenizer: Tokenizer, base_dir: Path, device:
 def starting_folder(source: Source) -> Path:
     """The Hugging Face directory of the model that the RL stage begins with. Random weights, and a config with
     `model.override`, are first written to one in the run's folder, so this is for one process to ask before the engines
-    start. Raises DataError where an engine that starts from it would refuse the trainer's weights."""
+    start. It computes on the CPU: a driver may have no accelerator, and a rank wants all of the one it has. Raises
+    DataError where an engine that starts from it would refuse the trainer's weights."""
     loaded, model, start = source.loaded, source.loaded.config.model, source.folder.path / "hf-start"
     if (folder := weights_before("rl", loaded.config, source.folder)) is not None:
         return folder
@@ -125,7 +126,7 @@ def starting_folder(source: Source) -> Path:
             return found
         link_with_config(found, start, config)
         return start
-    random = named_model(loaded.config, source.tokenizer, loaded.run_file.parent, source.device)
+    random = named_model(loaded.config, source.tokenizer, loaded.run_file.parent, torch.device("cpu"))
     tokenizer = source.tokenizer
     save_hf(
         start,

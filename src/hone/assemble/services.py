@@ -14,12 +14,14 @@ from hone.config.load import Loaded
 from hone.config.run import RunConfig
 from hone.devices import (
     FoundDevices,
+    device_of,
     devices_here,
     devices_of_machines,
     is_accelerator,
     machine_kind,
     visible_devices,
 )
+from hone.errors import PlacementError
 from hone.services.gpus import Split, split_devices
 from hone.services.supervisor import Services
 
@@ -39,12 +41,22 @@ def devices_found(config: RunConfig) -> FoundDevices:
 
     Raises:
         PlacementError: the cluster has not what is wanted.
+        DataError: this machine, which is to be the cluster, has not, or it has what Hone does not know.
         ClusterError: there is no Ray at `cluster.address`.
     """
     cluster, wanted = config.cluster, config.run.device
-    if cluster.backend == "ray" and cluster.address is not None and wanted != "cpu":
+    if cluster.backend != "ray" or wanted == "cpu":
+        return devices_here(wanted)
+    if cluster.address is not None:
         return devices_of_machines(machines_of(cluster), wanted, cluster.nodes)
-    return devices_here(wanted)
+    found = devices_here(wanted)
+    if found.device_type == "cpu" and (seen := device_of(wanted, "run.device")).type != "cpu":
+        raise PlacementError(
+            f"run.device = {wanted}: torch sees devices of type `{seen.type}` here, and the driver lists none, so Ray "
+            "cannot place a run on them. Check that the driver's tools are there (nvidia-smi), or use "
+            "cluster.backend: local."
+        )
+    return found
 
 
 def unseen_notes(config: RunConfig, device: torch.device) -> list[str]:
