@@ -83,7 +83,7 @@ def own_ray(device):
 def test_a_ray_of_its_own_refuses_what_hone_does_not_know(monkeypatch):
     """And what is not there, or cannot be placed; it computes on the CPU where that is all there is, or wanted."""
     assert services.devices_found(own_ray("auto")).device_type == "cpu"
-    with pytest.raises(DataError, match="run.device: cuda, but torch sees no GPU"):
+    with pytest.raises(DataError, match=r"run.device: cuda, but torch sees no GPU"):
         services.devices_found(own_ray("cuda"))
     for seen, error in (("xpu", DataError), ("cuda", PlacementError)):
         monkeypatch.setattr(

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from model_zoo import architecture as keys_of
+from moe_models import moe_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hone.errors import DataError
@@ -93,6 +95,34 @@ def test_checkpointing_layers_changes_nothing():
         gradients.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
     for recomputed in gradients[1:]:
         torch.testing.assert_close(recomputed, gradients[0], rtol=1e-5, atol=1e-6)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of an operator."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator, self.count = operator, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is self.operator
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_selective_checkpointing_stores_products_of_experts(architecture):
+    """Two in each of two layers; but not where Transformers adds biases to them in place."""
+    model = moe_model(architecture)
+    layout = Layout.build(PROMPTS, PROMPT_S, RESPONSES)
+    counts, gradients = {}, {}
+    for kind in ("none", "selective", "full"):
+        model.checkpointing = kind
+        with Calls(torch.ops.aten._grouped_mm.default) as calls:
+            loss = model.hidden(layout).square().sum()
+            gradients[kind] = torch.autograd.grad(loss, list(model.body.parameters()))
+        counts[kind] = calls.count
+        torch.testing.assert_close(gradients[kind], gradients["none"])
+    assert counts == {"none": 12, "selective": 16 if architecture == "gpt_oss" else 12, "full": 16}
 
 
 def test_weights_come_and_go_by_name():

@@ -11,7 +11,7 @@ import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,7 @@ from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.layout_attention import asks_registry, attend_around, over_layout, why_rows
 from hone.model.logprobs import LogitMap
-from hone.model.recompute import contexts, is_recomputed
+from hone.model.recompute import GROUPED_PRODUCT, contexts, is_recomputed
 from hone.model.routing import LoadBalance, Routing, no_balance
 from hone.model.towers import TOWERS
 from hone.model.vision import Vision, with_pictures
@@ -149,7 +149,9 @@ class TransformersModel(CausalModel):
     def hidden(self, layout: Layout, balance: LoadBalance | None = None) -> Tensor:
         recompute = self.checkpointing != "none" and torch.is_grad_enabled()
         if recompute and self.checkpointing != self._enabled:
-            how = {"context_fn": contexts} if self.checkpointing == "selective" else {}
+            # Transformers adds experts' biases to their products in place.
+            added_to = [GROUPED_PRODUCT] * any(getattr(module, "has_bias", False) for module in self.body.modules())
+            how = {"context_fn": partial(contexts, *added_to)} if self.checkpointing == "selective" else {}
             self.hf.gradient_checkpointing_enable({"use_reentrant": False, **how})
             layers = (module for module in self.body.modules() if isinstance(module, GradientCheckpointingLayer))
             for number, layer in enumerate(layers):

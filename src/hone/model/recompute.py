@@ -21,9 +21,12 @@ from hone.config.run import Checkpointing
 T = TypeVar("T")
 
 _aten: Any = torch.ops.aten
+GROUPED_PRODUCT = _aten._grouped_mm.default
+"""Of experts."""
 PRODUCTS = {
     _aten.mm.default,
     _aten.addmm.default,
+    GROUPED_PRODUCT,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -56,9 +59,18 @@ def again(function: Callable[..., T], *args: Any, selective: bool) -> T:
     return checkpoint(function, *args, use_reentrant=False)
 
 
-def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds the forward pass of a layer, and what surrounds its second one; for `checkpoint`."""
-    first, second = create_selective_checkpoint_contexts(_policy)
+def contexts(*made_again: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What surrounds the forward pass of a layer, and what surrounds its second one; for `checkpoint`.
+
+    Args:
+        made_again: operators whose results are not stored although they are `PRODUCTS`.
+    """
+
+    def policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        is_kept = operator in PRODUCTS and operator not in made_again and not _pass.is_made_again
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, second = create_selective_checkpoint_contexts(policy)
     kept: list[tuple[Tensor, ...]] = []
     return _passing(first, kept, is_second=False), _passing(second, kept, is_second=True)
 
@@ -85,11 +97,6 @@ def made_again() -> Iterator[None]:
         yield
     finally:
         _pass.is_made_again = before
-
-
-def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    is_kept = operator in PRODUCTS and not _pass.is_made_again
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager

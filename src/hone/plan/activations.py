@@ -13,7 +13,7 @@ modelled: fused kernels of other libraries.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hone.config.run import Checkpointing
@@ -115,13 +115,24 @@ def _saved(work: Pass, kind: LayerKind, mode: Checkpointing) -> float:
     arch, p, tp = work.architecture, work.bytes_each, work.tensor_parallel
     if mode == "full" or isinstance(mode, int):
         return p * arch.hidden
-    if mode == "selective" and (kind.has_states or not kind.has_block):
-        attended = kind.attends * arch.q_size
-        return p * (arch.hidden + attended + sum(outputs for _, outputs in linear_layers(arch, kind).values()))
-    if mode == "selective":  # the layer's input, and the results of products: two of them are of the residual stream
-        results = kind.attends * (arch.hidden + _attention_numbers(arch) / tp)
-        return p * (2 * arch.hidden + results + (arch.block_matrices - 1) * arch.active_inner / tp)
+    if mode == "selective":  # the layer's input, and the results of products
+        numbers = arch.hidden + kind.has_block * _block_results(work)
+        if kind.has_states or not kind.has_block:
+            mixers = linear_layers(arch, replace(kind, has_block=False))
+            return p * (numbers + kind.attends * arch.q_size + sum(outputs for _, outputs in mixers.values()))
+        return p * (numbers + kind.attends * (arch.hidden + _attention_numbers(arch) / tp))
     return _own(work) if work.implementation == "hone" else _transformers(work, kind)
+
+
+def _block_results(work: Pass) -> float:
+    """Numbers per token that the products of a feed-forward block return; a router's too, and each expert's."""
+    arch, moe = work.architecture, work.architecture.experts
+    within = (arch.block_matrices - 1) * arch.active_inner / work.tensor_parallel
+    if moe is None:
+        return within + arch.hidden
+    routed = moe.count + moe.active * (moe.latent or arch.hidden)
+    around = (moe.latent > 0) * (moe.latent + arch.hidden) + (moe.shared_inner > 0) * arch.hidden
+    return within + routed + around
 
 
 def recomputed_layers(checkpointing: Checkpointing, layers: int) -> int:
