@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hone.model import logprobs
 from hone.model.logprobs import LogitMap, token_logprobs
 
 
@@ -122,3 +125,29 @@ def test_no_tokens():
     assert logprob.shape == entropy.shape == (0,)
     logprob.sum().backward()
     assert weight.grad is not None and not weight.grad.any()
+
+
+class Added(TorchDispatchMode):
+    """Records what is called, and adds nothing: this torch may know no GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            return func(*args)
+        self.calls.append((func, args, kwargs))
+        return kwargs["out"]
+
+
+def test_on_cuda_a_product_is_added_in_float32_at_once():
+    """Whatever the vocabulary; of fake tensors, without numbers."""
+    with FakeTensorMode():
+        total = torch.empty(20_000, 8, device="cuda")
+        left, right = (torch.empty(*size, device="cuda", dtype=torch.bfloat16) for size in ((20_000, 5), (5, 8)))
+        with Added() as added:
+            logprobs._add_product(total, left, right)
+    ((operator, args, named),) = added.calls
+    assert operator is torch.ops.aten.addmm.dtype_out and named["out"] is total
+    assert args == (total, left, right, torch.float32)

@@ -362,9 +362,12 @@ def _grad_logits(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed in total's dtype over chunks, whatever the dtype of one product."""
+    """total += left @ right, summed in total's dtype over chunks. On a CPU one product is rounded to its factors'."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+        return
+    if left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
         return
     for rows in _chunks(len(total), UPCAST_ROWS):
         total[rows].add_(left[rows] @ right)
