@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hone.devices import (
     FoundDevices,
     device_of,
     devices_here,
+    give_back_memory,
     machine_kind,
     peak_bytes,
     visible_devices,
@@ -160,6 +162,16 @@ def test_an_accelerator_that_hone_does_not_know_is_refused_aloud(monkeypatch, wa
     with pytest.raises(DataError, match=rf"run.device: {wanted}, but torch computes on .* `xpu` here, which Hone does"):
         device_of(wanted, "run.device")
     assert device_of("cpu", "run.device").type == "cpu" and peak_bytes() == 0
+
+
+def test_shared_memory_that_was_closed_elsewhere_is_given_back_too(monkeypatch):
+    did = []
+    gpu = SimpleNamespace(ipc_collect=lambda: did.append("collect"), empty_cache=lambda: did.append("release"))
+    monkeypatch.setattr("hone.devices.module_in_use", lambda: gpu)
+    give_back_memory()
+    del gpu.ipc_collect  # not every accelerator shares memory so
+    give_back_memory()
+    assert did == ["collect", "release", "release"]
 
 
 def test_without_any_accelerator():

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,39 @@ class Learner:
 
     def write_weights(self, folder, dtype):
         write_weights(folder, self.master_weights(), dtype=dtype)
+
+
+def test_memory_is_given_back_after_publishing_before_the_engines_wake(monkeypatch):
+    """By each rank of those that take turns: also by one that sends to nobody and gathers with the others."""
+    monkeypatch.setattr(actors, "end_with_ray", lambda: None)
+    monkeypatch.setattr(actors, "make_transport", lambda name, host: None)
+
+    def published(number, takes_turns):
+        happened = []
+
+        def send(weights, *_, **__):
+            happened.append(f"sent {len(list(weights))}")
+
+        monkeypatch.setattr(actors, "publish", send)
+        monkeypatch.setattr(actors, "give_back_memory", lambda: happened.append("given back"))
+
+        @contextmanager
+        def make(seat: Seat) -> Iterator[Any]:
+            yield Learner("cpu")
+
+        async def answer():
+            rank = TrainerRank(60.0)
+            await rank.build(make, Seat(number, 2, "file:///unused", takes_turns=takes_turns))
+            engines: Any = {"engine-0": SimpleNamespace(ranks=(0,))}
+            await rank.publish(engines, "ipc", "u", version=1, bucket_size=1, timeout_s=1.0)
+            happened.append("answered")
+
+        asyncio.run(answer())
+        return happened
+
+    assert published(0, True) == ["sent 2", "given back", "answered"]
+    assert published(1, True) == ["given back", "answered"]
+    assert published(0, False) == ["sent 2", "answered"]
 
 
 @pytest.fixture

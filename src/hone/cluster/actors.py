@@ -164,8 +164,7 @@ class TrainerRank(TakesWeights):
 
         def call() -> Any:
             result = getattr(self.held, method)(*args, **named)
-            if self._seat is not None and self._seat.takes_turns:
-                give_back_memory()
+            self._make_room()
             return result if self._is_first else None
 
         return await self.computed(call)
@@ -192,8 +191,7 @@ class TrainerRank(TakesWeights):
                 self.held.write_weights(folder, dtype)
             else:
                 _drained(self.held.master_weights())
-            if self._seat is not None and self._seat.takes_turns:
-                give_back_memory()
+            self._make_room()
 
         with self._writing(folder):
             await self.computed(write)
@@ -237,7 +235,8 @@ class TrainerRank(TakesWeights):
         bucket_size: int,
         timeout_s: float,
     ) -> Published | None:
-        """Send the weights to the engines that this rank serves; see `weights.publish`."""
+        """Send the weights to the engines that this rank serves; see `weights.publish`. Whoever has this rank's device
+        next finds the memory of buckets and gathered weights given back."""
 
         def send() -> Published | None:
             weights = self.held.weights()
@@ -258,7 +257,12 @@ class TrainerRank(TakesWeights):
                 timeout_s=timeout_s,
             )
 
-        return await self.computed(send)
+        def send_and_make_room() -> Published | None:
+            published = send()
+            self._make_room()
+            return published
+
+        return await self.computed(send_and_make_room)
 
     async def close(self) -> None:
         """Leave the others."""
@@ -271,6 +275,11 @@ class TrainerRank(TakesWeights):
 
     async def computed(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+    def _make_room(self) -> None:
+        """Leave memory that is only cached to those who take turns with this rank, if there are any."""
+        if self._seat is not None and self._seat.takes_turns:
+            give_back_memory()
 
 
 class _Refreshed:
