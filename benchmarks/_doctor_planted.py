@@ -212,7 +212,7 @@ def disk_that_fills(_: Path) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def two_engines(job: Any, needs: frozenset[str], saved: Any) -> AsyncIterator[Any]:
     """Two engines in place of one. The second says that it took every version, and samples from the third."""
-    from hone.assemble.models import needed_roles, rl_roles
+    from hone.assemble.models import rl_roles, roles_of_needs
     from hone.assemble.sampling import embedded_engine
     from hone.assemble.workers import Workers
     from hone.model.lora import merged_copy
@@ -223,7 +223,7 @@ async def two_engines(job: Any, needs: frozenset[str], saved: Any) -> AsyncItera
         async def load(self, weights: Any, version: int) -> None:
             await super().load(weights if version <= 3 else None, version)
 
-    trainer = await job.computed(lambda: rl_roles(job, held=needed_roles(needs)), phase="start")
+    trainer = await job.computed(lambda: rl_roles(job, held=roles_of_needs(needs)), phase="start")
     engines = [embedded_engine(job.config, job.tokenizer, merged_copy(trainer.policy.model)) for _ in range(2)]
     engines[1].__class__ = Stale
     for engine in engines:
