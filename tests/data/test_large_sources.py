@@ -257,12 +257,12 @@ def test_a_copied_entry_is_compared_with_its_checksum(tmp_path, load, said, cach
 
 
 @pytest.mark.parametrize("spoil", [spoil_arrow, cut_arrow, cut_json, lose_arrow])
-def test_a_broken_entry_is_named_and_made_again(tmp_path, load, said, cached, spoil):
+def test_a_broken_entry_is_named_and_rebuilt(tmp_path, load, said, cached, spoil):
     write(tmp_path, "rows.jsonl")
     expected = all_of(load())
     spoil(cached)
     assert all_of(load()) == expected
-    assert len(said) == 2 and all("is broken" in line and "made again" in line for line in said)
+    assert len(said) == 2 and all("is broken" in line and "rebuilt" in line for line in said)
     assert all_of(load()) == expected and len(said) == 2
     assert len(list(cached.iterdir())) == 4, "nothing is left of the broken ones"
 
@@ -374,7 +374,9 @@ def test_rows_with_pictures_are_looked_at_in_every_start(tmp_path, cached):
     save_picture(tmp_path / "a.png", 2, width=84, height=56)
     after = load_prompts(data, tokenizer, tmp_path, seed=0, cache=CACHE).rows()[0]
     assert after.id != before.id and after.pictures != before.pictures
-    with pytest.raises(DataError, match=r"rows.jsonl:1: could be read when the data were loaded, and now becomes"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: could be read when the data were loaded, and now is read differently"
+    ):
         first.rows()[0]
     (tmp_path / "a.png").unlink()
     with pytest.raises(DataError, match=r"rows.jsonl:1: could be read .*, and now image: picture 1: .*No such file"):

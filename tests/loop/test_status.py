@@ -106,4 +106,4 @@ def test_a_violation_is_an_exit_code(folder, capsys):
 
 def test_only_a_run_can_be_audited(capsys):
     assert main(["status", "--audit"]) == 2
-    assert "name its folder" in capsys.readouterr().err
+    assert "needs a run's folder" in capsys.readouterr().err
