@@ -140,7 +140,7 @@ def test_the_scale_that_openrlhf_stored_is_read(save_model, make_rewards, make_g
     ("stored", "problem"),
     [
         ({}, "normalize: true, but the model's config.json has no hone_reward_mean"),
-        ({"mean": 0.0, "std": 0.0}, "hone_reward_std = 0.0; no scale"),
+        ({"mean": 0.0, "std": 0.0}, "hone_reward_std = 0.0; both must be finite"),
     ],
 )
 def test_normalising_by_nothing_is_an_error(save_model, make_rewards, make_group, stored, problem):

@@ -145,9 +145,10 @@ class EngineSection(Section):
         known = self.kind.vision_models
         if known is None or model_type in known:
             return ""
+        names = f"{', '.join(sorted(known))} alone" if known else "none"
         return (
             f"cluster.engines.use = {self.name}: {model_type} has a vision tower, and of such models the engine "
-            f"computes the trainer's logprobs for {', '.join(sorted(known)) or 'none'}. Set cluster.engines.use=hone."
+            f"computes the trainer's logprobs for {names}. Set cluster.engines.use=hone."
         )
 
     def changed(self) -> list[str]:

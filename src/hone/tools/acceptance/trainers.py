@@ -42,7 +42,7 @@ from hone.train.policy import PolicyTrainer
 
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 OF_A_RUN = ("CUDA context", "KV cache", "CUDA graphs")
-"""Terms of a plan that are no tensors of an update alone: the driver's, and those of a run's engine."""
+"""Terms of a plan that an update alone does not allocate: the driver's, and those of a run's engine."""
 
 
 class PlannedUpdate:
