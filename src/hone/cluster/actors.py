@@ -235,8 +235,8 @@ class TrainerRank(TakesWeights):
         bucket_size: int,
         timeout_s: float,
     ) -> Published | None:
-        """Send the weights to the engines that this rank serves; see `weights.publish`. Where roles take turns, memory of
-        buckets and gathered weights is given back."""
+        """Send the weights to the engines that this rank serves; see `weights.publish`. Where roles take turns, the
+        memory of buckets and gathered weights is given back."""
 
         def send() -> Published | None:
             weights = self.held.weights()
