@@ -319,9 +319,10 @@ def _sampling(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
 
 
 def _scores(settings: LocalSettings, workload: Workload) -> tuple[int, str]:
-    """Bytes of the scores in one layer of a decoding step, and how they were counted."""
-    heads, each, rows = settings.architecture.heads, 3 * settings.work.bytes_each, _rows(settings, workload)
-    width = workload.lengths.longest
+    """Bytes of the scores in one layer of a decoding step, and how they were counted: in two parts, side by side, and
+    their softmax. On CUDA these are float32, and the softmax is converted."""
+    heads, p, rows = settings.architecture.heads, settings.work.bytes_each, _rows(settings, workload)
+    each, width = 3 * 4 + 2 if settings.work.on_cuda and p == 2 else 3 * p, workload.lengths.longest
     return each * rows * heads * width, f"{each} B x {rows:,} rows x {heads} heads x {width:,} tokens"
 
 

@@ -302,16 +302,24 @@ def response_attention(
             torch.cat([prompts.data[layer, part, slots], responses.data[layer, part, branches, :, :width]], 2)
             for part in range(2)
         )
-        out = F.scaled_dot_product_attention(
-            q_padded.view(num_rows, width, heads, head_dim).transpose(1, 2),
-            keys,
-            values,
-            attn_mask=seen_RLW[:, None],
-            enable_gqa=heads != k.shape[1],
-        )
+        queries = q_padded.view(num_rows, width, heads, head_dim).transpose(1, 2)
+        out = masked_attention(queries, keys, values, seen_RLW[:, None], repeats=q.is_cuda)
         return out.transpose(1, 2).reshape(num_rows * width, heads, head_dim).index_select(0, padded_X)
 
     return attend
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, repeats: bool) -> Tensor:
+    """Attention of (R, heads, L, D) queries to (R, Hkv, W, D) keys and values, by a mask.
+
+    Args:
+        repeats: copy keys and values for each query head. On CUDA no kernel but the one that holds all scores takes
+            both a mask and grouped heads.
+    """
+    group = q.shape[1] // k.shape[1]
+    if repeats and group > 1:
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=group > 1)
 
 
 def step_attention(
@@ -345,14 +353,15 @@ def step_attention(
         responses.write(layer, place, k, v)
         keys, values = responses.read(layer, 0, num_branches)
         prompt_keys, prompt_values = prompts.read(layer, 0, num_prompts)
-        queries = (q * head_dim**-0.5).view(num_branches * kv_heads, group_heads, head_dim)
-        own_scores = torch.bmm(queries, keys.mT)
+        queries = q.reshape(num_branches * kv_heads, group_heads, head_dim)
+        own_scores = _products(queries, keys.mT)
         side_by_side = queries.index_select(0, branch_of_seat)
         side_by_side = side_by_side.view(num_prompts * kv_heads, members * group_heads, head_dim)
-        prompt_scores = torch.bmm(side_by_side, prompt_keys.mT).view(-1, group_heads, prompt_width)
+        prompt_scores = _products(side_by_side, prompt_keys.mT).view(-1, group_heads, prompt_width)
         scores = torch.cat([prompt_scores.index_select(0, seat_of_branch), own_scores], -1)
-        scores.view(num_branches, kv_heads * group_heads, -1).add_(bias_CW[:, None])
-        weights = torch.softmax(scores, -1)
+        scores_CHW = scores.view(num_branches, kv_heads * group_heads, -1)
+        torch.add(bias_CW[:, None], scores_CHW, alpha=head_dim**-0.5, out=scores_CHW)
+        weights = torch.softmax(scores, -1).to(q.dtype)
         prompt_weights = weights[:, :, :prompt_width].index_select(0, branch_of_seat)
         prompt_weights = prompt_weights.view(num_prompts * kv_heads, members * group_heads, prompt_width)
         prompt_out = torch.bmm(prompt_weights, prompt_values).view(-1, group_heads, head_dim)
@@ -360,3 +369,10 @@ def step_attention(
         return out.add_(prompt_out.index_select(0, seat_of_branch)).view_as(q)
 
     return attend
+
+
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
+    """queries @ keys; on CUDA of numbers in 16 bits without rounding, as the trainer's flash attention has scores."""
+    if queries.is_cuda and queries.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(queries, keys, out_dtype=torch.float32)
+    return torch.bmm(queries, keys)

@@ -286,8 +286,9 @@ class DecoderStepper:
         hidden_RH = self._prompt_hidden_NH.new_empty(len(begun), self._model.hidden_size)
         device = hidden_RH.device
         left = np.argsort(length_R, kind="stable")  # less padding in each chunk
+        seen = self._store.prompts.columns if device.type == "cuda" else 0  # copied there, see `masked_attention`
         while len(left):
-            size = max(1, self._prefill_tokens // int(length_R[left[-1]]))
+            size = max(1, self._prefill_tokens // (int(length_R[left[-1]]) + seen))
             left, chunk = left[:-size], left[-size:]
             tokens_X = np.concatenate([begun[r] for r in chunk], dtype=np.int64)
             position_X = np.concatenate([np.arange(length) for length in length_R[chunk]])
