@@ -107,6 +107,26 @@ def nvidia_smi(fields: str) -> str:
     return done.stdout
 
 
+def driver_memory_bytes(visible: str) -> tuple[int, int] | None:
+    """Memory of NVIDIA's GPUs that all processes use, and all of it, as the driver says: for processes without torch.
+
+    Args:
+        visible: the GPUs' numbers or UUIDs, as CUDA_VISIBLE_DEVICES lists them.
+    Returns:
+        Sums over them; None where the driver does not say, or knows one by no such name.
+    """
+    wanted = [name.strip() for name in visible.split(",") if name.strip()]
+    try:
+        lines = [line.split(", ") for line in nvidia_smi("index,uuid,memory.used,memory.total").splitlines()]
+        gpus = [(index, uuid, int(used) << 20, int(total) << 20) for index, uuid, used, total in lines]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    found = [gpu for name in wanted for gpu in gpus if name == gpu[0] or gpu[1].startswith(name)]
+    if not found or len(found) != len(wanted):
+        return None
+    return sum(used for *_, used, _ in found), sum(total for *_, total in found)
+
+
 def _amd_nodes(root: Path) -> list[Path]:
     """GPUs among the nodes of AMD's driver; a CPU's node has 0 as its GPU's id."""
     files = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id"))

@@ -1,5 +1,6 @@
 """Which GPUs training and services see, from what the run file says and what this process may see."""
 
+import asyncio
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hone.cluster import service_host
 from hone.config.run import RunConfig
 from hone.devices import (
     AMD,
@@ -15,6 +17,7 @@ from hone.devices import (
     FoundDevices,
     device_of,
     devices_here,
+    driver_memory_bytes,
     give_back_memory,
     machine_kind,
     peak_bytes,
@@ -92,6 +95,23 @@ def test_otherwise_the_driver_is_asked(monkeypatch, tmp_path):
     assert devices_here("auto") == FoundDevices("cuda", "GPU", 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert devices_here("auto").per_node == len(visible_devices()) == 1
+
+
+def test_memory_of_gpus_is_what_the_driver_says(monkeypatch, tmp_path):
+    """Of those that are listed, by number or UUID; nothing where one is missing."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert driver_memory_bytes("0") is None, "no driver"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 0, GPU-aa1, 10, 100\necho 1, GPU-bb2, 20, 200\n")
+    tool.chmod(0o755)
+    assert driver_memory_bytes("0, 1") == (30 << 20, 300 << 20)
+    assert driver_memory_bytes("GPU-bb") == (20 << 20, 200 << 20)
+    assert driver_memory_bytes("") is None and driver_memory_bytes("0,MIG-cc3") is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(service_host, "end_with_ray", lambda: None)  # this process is no actor
+    assert asyncio.run(service_host.ServiceHostActor().device_memory()) == (20 << 20, 200 << 20), "of Ray's devices"
+    tool.write_text("#!/bin/sh\necho 0, GPU-aa1, [N/A], [N/A]\n")
+    assert driver_memory_bytes("0") is None
 
 
 def test_machines_of_other_vendors(tmp_path, monkeypatch):

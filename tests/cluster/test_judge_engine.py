@@ -66,6 +66,9 @@ def vllm(tmp_path, monkeypatch):
     (folder / "vllm").write_text(VLLM.format(python=sys.executable))
     (folder / "vllm").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
+    smi = folder / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nfor n in 0 1 2 3 4 5 6 7; do echo $n, GPU-$n$n, 4000$n, 81920; done\n")
+    smi.chmod(0o755)
     return folder / "called.json"
 
 
@@ -88,7 +91,10 @@ def test_a_judges_keys_become_a_vllm_server_that_is_asked(tmp_path, vllm, capfd)
     (score, later), said = asyncio.run(asyncio.wait_for(main(), 60))
     assert score.value == pytest.approx(7 / 9)
     assert (later.metrics["prefix_hit_frac"], later.metrics["cache_used_frac"]) == (0.62, 0.375)
-    assert "[RewardModel] Engine: prefix cache hits 62% of prompt tokens, KV cache 38% used" in said
+    used = (40004 + 40005 + 40006 + 40007) / 1024
+    assert (later.metrics["device_used_gib"], later.metrics["device_total_gib"]) == (used, 4 * 80)
+    figures = "prefix cache hits 62% of prompt tokens, KV cache 38% used, devices 156.3 / 320.0 GiB"
+    assert f"[RewardModel] Engine: {figures}" in said
     words = json.loads(vllm.read_text())
     assert words == [
         *["serve", "org/judge-16b", "--host", "127.0.0.1", "--port", str(watched.port)],

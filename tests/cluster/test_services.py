@@ -30,7 +30,11 @@ class Watched:
         self.relayed: list[tuple[str, str]] = []
         self.stop = asyncio.Event()
         self.launches = plan_launches(
-            config, folder, folder / "logs", Split(None, dict.fromkeys(services, "")), token=TOKEN
+            config,
+            folder,
+            folder / "logs",
+            Split(None, {name: ",".join(map(str, one.get("devices", ()))) for name, one in services.items()}),
+            token=TOKEN,
         )
         self.services = Services(
             self.launches,

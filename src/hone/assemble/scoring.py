@@ -96,7 +96,7 @@ class Scoring:
         if not self._judges:
             return {}
         (name,) = judge_services(self._job.config)
-        return {name: Address(tuple(judge.launch.url for judge in self._judges), self._token)}
+        return {name: Address(tuple(judge.launch.url for judge in self._judges), self._token, self._judge_memory)}
 
     @property
     def scorers(self) -> Mapping[str, Scorer]:
@@ -141,6 +141,13 @@ class Scoring:
         for host in self._hosts:
             host.close()
         await self._pool.close()
+
+    async def _judge_memory(self) -> tuple[int, int] | None:
+        """Of the devices of all replicas; None unless each says."""
+        each = [found for found in await asyncio.gather(*(host.device_memory() for host in self._hosts)) if found]
+        if not each or len(each) < len(self._hosts):
+            return None
+        return sum(used for used, _ in each), sum(total for _, total in each)
 
     async def _rest_judges(self) -> None:
         if self._topology.sleeps("judge"):

@@ -16,7 +16,7 @@ import ray
 
 from hone.cluster.calls import BEAT_S, START_KEY, wait_for_one
 from hone.cluster.ray import end_with_ray, own_address
-from hone.devices import machine_kind
+from hone.devices import driver_memory_bytes, machine_kind
 from hone.errors import HoneError, ServiceError
 from hone.services.launch import Launch, environment_with
 from hone.services.process import HOST, LocalServiceProcess, ServiceProcess
@@ -53,6 +53,10 @@ class ServiceHostActor:
             stop_timeout_s=launch.service.stop_timeout_s,
         )
         return self._process.pid
+
+    async def device_memory(self) -> tuple[int, int] | None:
+        """Of the devices that Ray gave this process (`reward.http.DeviceMemory`)."""
+        return await asyncio.to_thread(driver_memory_bytes, os.environ.get(machine_kind().variable, ""))
 
     async def ended(self) -> str | None:
         """How it ended, if it does within a beat."""
@@ -120,6 +124,8 @@ class RayServiceHost:
         self._is_one_machine = is_one_machine
         self._actor: Any = None
         """One that has started nothing yet."""
+        self._running: Any = None
+        """The one that started the service last."""
 
     async def plan(self, make: Callable[[str], Launch]) -> Launch:
         """The launch that `make` plans, from the machine's address, on the machine of the devices."""
@@ -144,7 +150,19 @@ class RayServiceHost:
         except BaseException:
             ray.kill(actor)
             raise
+        self._running = actor
         return RayServiceProcess(self._name, actor, pid, launch.service.stop_timeout_s)
+
+    async def device_memory(self) -> tuple[int, int] | None:
+        """See `reward.http.DeviceMemory`; None while the service is not there."""
+        if self._running is None:
+            return None
+        try:
+            return await wait_for_one(
+                self._name, self._running.device_memory.remote(), "its devices' memory", ANSWER_TIMEOUT_S
+            )
+        except HoneError:  # its supervision notices too
+            return None
 
     def close(self) -> None:
         """End an actor that has started nothing."""

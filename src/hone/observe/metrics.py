@@ -164,6 +164,10 @@ METRICS: dict[str, Metric] = {
     "reward/<component>_cache_used_frac_mean": Metric(
         "fraction", "KV cache of a judge's engine that is used, at its last log line."
     ),
+    "reward/<component>_device_used_gib_mean": Metric(
+        "GiB", "Memory of a judge's devices that all processes use, at its last log line; with NVIDIA's driver."
+    ),
+    "reward/<component>_device_total_gib_mean": Metric("GiB", "Memory of those devices."),
     "reward/<component>_http_failed": Metric(
         "HTTP requests", "Requests of the component that failed and were retried."
     ),

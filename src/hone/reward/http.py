@@ -18,7 +18,7 @@ import os
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
@@ -46,12 +46,18 @@ KEEPALIVE_S = 3.0
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
 
 
+DeviceMemory = Callable[[], Awaitable[tuple[int, int] | None]]
+"""Bytes that are used of devices, by whatever process, and all of them; None: that is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Address of a service: base URLs of equivalent replicas, and the token to send."""
 
     urls: tuple[str, ...]
     token: str | None = field(default=None, repr=False)
+    memory: DeviceMemory | None = field(default=None, repr=False, compare=False)
+    """Of the devices that it runs on, where this run started it there."""
 
 
 Addresses = Mapping[str, "str | Address"]

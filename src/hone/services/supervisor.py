@@ -25,6 +25,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,7 +34,7 @@ import httpx
 import psutil
 
 from hone.config.load import Loaded, load_config
-from hone.devices import visible_devices
+from hone.devices import driver_memory_bytes, machine_kind, visible_devices
 from hone.errors import ConfigError, DataError, ServiceError
 from hone.reward.fingerprint import fingerprint
 from hone.reward.http import Address
@@ -131,7 +132,9 @@ class Services:
         own = [launch for launch in self._launches if shared[launch.name] is None]
         for launch in own:
             await self._see_that_port_is_free(launch)
-        addresses = {launch.name: Address((launch.url,), launch.token) for launch in own}
+        addresses = {
+            launch.name: Address((launch.url,), launch.token, partial(device_memory, launch)) for launch in own
+        }
         self.addresses = {launch.name: shared[launch.name] or addresses[launch.name] for launch in self._launches}
         if own:
             with contextlib.suppress(OSError):  # a full disk: the services run, but are not shared
@@ -227,7 +230,7 @@ class Services:
                     )
                     continue
                 self._say(f"service {launch.name}: the one that `hone up` keeps as {name}, at {service.url}")
-                return Address((service.url,), read_token(runtime_folder() / name))
+                return Address((service.url,), read_token(runtime_folder() / name), partial(device_memory, launch))
         return None
 
     async def _scores_alike(self, launch: Launch, url: str) -> bool:
@@ -277,6 +280,11 @@ class Services:
             states = tuple(service.state for service in self._services.values())
             longest_s = max(service.launch.service.stop_timeout_s for service in self._services.values())
             write_state(self._folder, own_supervision(self._run_file, states, longest_s))
+
+
+async def device_memory(launch: Launch) -> tuple[int, int] | None:
+    """See `Address`: of a service on this machine."""
+    return await asyncio.to_thread(driver_memory_bytes, launch.environment.get(machine_kind().variable, ""))
 
 
 async def begin_here(launch: Launch) -> ServiceProcess:

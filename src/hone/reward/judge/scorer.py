@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from hone.reward.args import address_of, settings_of
-from hone.reward.http import Addresses, Counts
+from hone.reward.http import Addresses, Counts, DeviceMemory
 from hone.reward.judge.guard import FLAGS, Canaries, Flag, flags_of
 from hone.reward.judge.parse import FAILURES, Reading
 from hone.reward.judge.prompt import GRM, ByteBound, Counter, JudgeTemplate, Messages, TokenizerCounter, neutraliser
@@ -74,10 +74,11 @@ class JudgeReward:
         template: JudgeTemplate,
         counter: Counter,
         functions: UserFunctions | None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         self.settings, self.template, self.counter = settings, template, counter
         self._client, self.functions = client, functions
-        self._traffic = Traffic(settings.log_every_s, EngineFigures(client).read)
+        self._traffic = Traffic(settings.log_every_s, EngineFigures(client, memory).read)
         self._asker = Asker(
             client,
             settings.sampling,
@@ -129,7 +130,7 @@ class JudgeReward:
             )
         except ValueError as error:
             raise Unusable(f"args of `judge`: {error}") from None
-        return cls(settings, client, template, counter, functions)
+        return cls(settings, client, template, counter, functions, at.memory)
 
     async def start(self) -> list[str]:
         """Import the user's functions. Returns what is wrong with them."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import StatisticsError, correlation, fmean
 from typing import Any
 
-from hone.reward.http import Refused, Unavailable
+from hone.reward.http import DeviceMemory, Refused, Unavailable
 from hone.reward.judge.parse import Failure, NoScores
 from hone.reward.judge.prompt import Messages
 from hone.reward.openai import ChatAnswer, ChatClient
@@ -195,7 +195,7 @@ class Traffic:
     async def _log_engine(self) -> None:
         self.engine = await self._read_engine()
         if self.engine:
-            said = ", ".join(SAID[name].format(value) for name, value in self.engine.items())
+            said = ", ".join(SAID[name].format(**self.engine) for name in self.engine if name in SAID)
             print(f"[RewardModel] Engine: {said}", file=sys.stderr, flush=True)
 
     def _log(self) -> None:
@@ -232,22 +232,27 @@ HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total
 CACHE_USED = "vllm:kv_cache_usage_perc"
 MEMORY = "policy_memory_bytes"
 SAID = {
-    "prefix_hit_frac": "prefix cache hits {:.0%} of prompt tokens",
-    "cache_used_frac": "KV cache {:.0%} used",
-    "memory_gib": "memory {:.2f} GiB",
+    "prefix_hit_frac": "prefix cache hits {prefix_hit_frac:.0%} of prompt tokens",
+    "cache_used_frac": "KV cache {cache_used_frac:.0%} used",
+    "memory_gib": "memory {memory_gib:.2f} GiB",
+    "device_used_gib": "devices {device_used_gib:.1f} / {device_total_gib:.1f} GiB",
 }
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class EngineFigures:
-    """Figures of one judge's engines, since they were last asked for."""
+    """Figures of one judge's engines, since they were last asked for.
 
-    def __init__(self, client: ChatClient) -> None:
-        self._client = client
+    Args:
+        memory: of their devices, where it is known: their own pages do not say.
+    """
+
+    def __init__(self, client: ChatClient, memory: DeviceMemory | None = None) -> None:
+        self._client, self._memory = client, memory
         self._hits = self._queries = 0.0
 
     async def read(self) -> dict[str, float]:
-        """Values by the names in `SAID`: of those that the engines report."""
+        """Values by the names in `SAID`, and `device_total_gib`: of those that are reported."""
         found = read_metrics(await self._client.metrics())
         figures: dict[str, float] = {}
         hits, queries = (sum(found.get(name, ())) for name in (HITS, QUERIES))
@@ -258,6 +263,8 @@ class EngineFigures:
             figures["cache_used_frac"] = fmean(found[CACHE_USED])
         if MEMORY in found:
             figures["memory_gib"] = sum(found[MEMORY]) / 2**30
+        if self._memory is not None and (of_devices := await self._memory()) is not None:
+            figures["device_used_gib"], figures["device_total_gib"] = (size / 2**30 for size in of_devices)
         return figures
 
 
