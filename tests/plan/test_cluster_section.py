@@ -151,7 +151,7 @@ def test_hones_own_engine_has_weights_and_a_cache_of_what_is_in_flight(planned):
     assert terms["engine: KV cache"] == tokens * 147_456
     asleep = {term.name for term in engine.asleep_terms(2)}
     assert asleep == {"engine: weights", "engine: KV cache", "engine: CUDA graphs"}
-    assert terms["engine: CUDA graphs"] == 3 * 2 * 64 * 32 * lengths.longest + GIB
+    assert terms["engine: CUDA graphs"] == (3 * 4 + 2) * 64 * 32 * lengths.longest + GIB
     eager = planned("cluster.backend=ray", "cluster.engines.enforce_eager=true", apart(4, 4))
     assert "engine: CUDA graphs" not in {term.name for term in pools_of(eager.inputs)[1].engine.terms()}
     assert found.time.efficiency == GPU != eager.time.efficiency
