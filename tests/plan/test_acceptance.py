@@ -274,6 +274,15 @@ def test_a_tiny_run_is_killed_and_ends_as_without_it():
     assert found["run", "trained_frac"] > 0.9, "weights that never moved would be the same too"
 
 
+@pytest.mark.slow("starts Ray twice, for a run that is killed and resumed")
+@pytest.mark.timeout(600)  # as above
+def test_a_tiny_run_on_ray_is_killed_and_resumed(tmp_path):
+    assert runner.main(["--parts", "cluster-hone,cluster-vllm", "--tiny", "--out", str(tmp_path)]) == 0
+    found = {(one["part"], one["figure"]): one["value"] for one in read_lines(tmp_path / "acceptance.jsonl")}
+    assert found["cluster-hone", "resumed_steps"] == 6 and found["cluster-hone", "engines_first"] == 1
+    assert found["cluster-vllm", "left_out"] == 1
+
+
 @pytest.mark.slow("a run, and a plan of it")
 @pytest.mark.timeout(300)
 def test_a_tiny_first_run_is_set_beside_its_plan():

@@ -20,7 +20,7 @@ from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.first_run import gsm8k
 from hone.tools.acceptance.publishing import publishing
 from hone.tools.acceptance.ranks import export, several
-from hone.tools.acceptance.runs import cluster, run
+from hone.tools.acceptance.runs import cluster_part, run
 from hone.tools.acceptance.setting import PartSetting
 from hone.tools.acceptance.trainers import modes, trainer_part
 
@@ -42,7 +42,8 @@ PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "publishing": publishing,
     "gsm8k": gsm8k,
     "run": run,
-    "cluster": cluster,
+    "cluster-hone": cluster_part("hone"),
+    "cluster-vllm": cluster_part("vllm"),
     "several": several,
     "sleeping": sleeping,
     "pictures": pictures,

@@ -10,17 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 from hone.memory.record import comparison
 from hone.observe.events import events_of
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import NO_ACCELERATOR, RUN_TIMEOUT_S, TINY, PartSetting, shape_of
 
-STEPS = 6
+STEPS, LAYERS = 6, 14
+"""Updates; layers of the model, half of Qwen3-0.6B's: each checkpoint is written and hashed while the run waits."""
 TRAIN = (sys.executable, "-m", "hone.cli.main", "train", "run.yaml")
 SCATTERED = {"components": [{"use": "rewards.py:scattered"}]}
 REWARDS = '''def scattered(group):
@@ -35,22 +36,26 @@ def run(setting: PartSetting) -> Iterator[Figure]:
     yield from whole_run("run", setting, {"backend": "local"})
 
 
-def cluster(setting: PartSetting) -> Iterator[Figure]:
-    """The same on Ray with trainer and engines on one device, for Hone's engine and for vLLM where it is installed."""
-    if importlib.util.find_spec("ray") is None:
-        yield Figure("cluster", "left_out", 1.0, note="Ray is not installed")
-        return
-    uses = ["hone", "vllm"] if importlib.util.find_spec("vllm") and setting.is_gpu else ["hone"]
-    if "vllm" not in uses:
-        yield Figure("cluster", "left_out", 1.0, "vllm", f"vLLM is not installed, or {NO_ACCELERATOR}")
-    for use in uses:
+def cluster_part(use: Literal["hone", "vllm"]) -> Callable[[PartSetting], Iterator[Figure]]:
+    """The part that does the same on Ray, with a trainer and engines of one kind in turn on one device."""
+
+    def part(setting: PartSetting) -> Iterator[Figure]:
+        name = f"cluster-{use}"
+        if importlib.util.find_spec("ray") is None:
+            yield Figure(name, "left_out", 1.0, note="Ray is not installed")
+            return
+        if use == "vllm" and not (importlib.util.find_spec("vllm") and setting.is_gpu):
+            yield Figure(name, "left_out", 1.0, note=f"vLLM is not installed, or {NO_ACCELERATOR}")
+            return
         pools = {} if setting.is_gpu else {"pools": {"all": {"devices": 1, "roles": ["policy", "rollout"]}}}
-        yield from whole_run("cluster", setting, {"backend": "ray", "engines": {"use": use}, **pools}, case=use)
+        yield from whole_run(name, setting, {"backend": "ray", "engines": {"use": use}, **pools})
+
+    return part
 
 
-def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case: str = "") -> Iterator[Figure]:
+def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any]) -> Iterator[Figure]:
     """A run that is killed and resumed, in a folder of its own."""
-    shape = TINY if setting.tiny else shape_of("0.6b")
+    shape = TINY if setting.tiny else {**shape_of("0.6b"), "num_hidden_layers": LAYERS}
     with TemporaryDirectory(prefix="hone-gpu-") as name:
         folder = Path(name)
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
@@ -59,22 +64,22 @@ def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any], case:
         (folder / "run.yaml").write_text(json.dumps(run_file(setting, shape, section, is_compared=part == "run")))
         code, log = train(folder, kill_after=STEPS // 2)
         lines = metrics_of(folder)
-        yield Figure(part, "steps", max((line["step"] for line in lines), default=0) if code == 0 else 0, case, log)
+        yield Figure(part, "steps", max((line["step"] for line in lines), default=0) if code == 0 else 0, note=log)
         if code:
             return
-        yield Figure(part, "resumed_steps", lines[-1]["step"], case)
+        yield Figure(part, "resumed_steps", lines[-1]["step"])
         if part == "run":  # against the same run without a kill
             with (folder / "straight.log").open("w") as log:
                 words = [*TRAIN, "run.dir=straight"]
                 done = subprocess.run(words, cwd=folder, stdout=log, stderr=log, timeout=RUN_TIMEOUT_S, check=False)
             is_same = done.returncode == 0 and digest(folder / "out") == digest(folder / "straight")
-            yield Figure(part, "resumed_same", float(is_same), case)
+            yield Figure(part, "resumed_same", float(is_same))
         else:
-            yield Figure(part, "engines_first", float(is_in_order(folder / "out" / "events.jsonl")), case)
-        yield Figure(part, "exported", float((folder / "out/hf/config.json").is_file()), case)
-        yield from figures_of_steps(part, case, lines, 8 * (4 if setting.tiny else 32))
+            yield Figure(part, "engines_first", float(is_in_order(folder / "out" / "events.jsonl")))
+        yield Figure(part, "exported", float((folder / "out/hf/config.json").is_file()))
+        yield from figures_of_steps(part, "", lines, 8 * (4 if setting.tiny else 32))
         if setting.is_gpu and section["backend"] == "local":
-            yield from memory_over_plan(part, folder, case)
+            yield from memory_over_plan(part, folder, "")
 
 
 def figures_of_steps(part: str, case: str, lines: Sequence[Mapping[str, Any]], samples: int) -> Iterator[Figure]:
@@ -148,7 +153,7 @@ def run_file(
         "reward": SCATTERED,
         "rollout": {"group_size": 8, "max_response_tokens": 8 if setting.tiny else 128},
         "train": {"prompts_per_step": 4 if setting.tiny else 32, "optimizer": {"lr": 1e-6}},
-        "checkpoint": {"every": 1},
+        "checkpoint": {"every": 2},
         "observe": {"console": "quiet", "tensorboard": False, "trace": False},
         "cluster": dict(section),
     }

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -272,14 +275,28 @@ def modes(setting: PartSetting) -> Iterator[Figure]:
     yield peak_figure("modes", setting)
     if not setting.is_gpu:
         yield Figure("modes", "left_out", 1.0, "memory", NO_ACCELERATOR)
-    for size, length in (("0.6b", setting.lengths[0]),) if setting.tiny else WORK:
-        yield from modes_of(setting, size, length, dtype)
+    for size, works in groupby((("0.6b", setting.lengths[0]),) if setting.tiny else WORK, key=itemgetter(0)):
+        shape = TINY if setting.tiny else shape_of(size)
+        modes_here: tuple[Checkpointing, ...] = (*MODES[:2], shape["num_hidden_layers"] // 2, MODES[2])
+        first = random_decoder(shape)
+        for _, length in works:
+            work = PlannedUpdate(setting, size, length, dtype, microbatches=1, modes=modes_here)
+            yield from modes_of(setting, first, work, size, dtype)
 
 
-def modes_of(setting: PartSetting, size: str, length: int, dtype: str) -> Iterator[Figure]:
-    """Of one model and one length."""
-    some_layers = PlannedUpdate(setting, size, length, dtype).shape["num_hidden_layers"] // 2
-    work = PlannedUpdate(setting, size, length, dtype, microbatches=1, modes=(*MODES[:2], some_layers, MODES[2]))
+def random_decoder(shape: Mapping[str, Any]) -> Decoder:
+    """Random float32 weights on the host, where 4B take half a minute: each way copies them to the device."""
+    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device="cpu")
+    assert isinstance(model, Decoder)
+    return model
+
+
+def modes_of(setting: PartSetting, first: Decoder, work: PlannedUpdate, size: str, dtype: str) -> Iterator[Figure]:
+    """Of one model and one length.
+
+    Args:
+        first: the weights that each way begins with.
+    """
     for mode in work.plans.keys() - set(work.fitting):
         yield Figure("modes", "left_out", 1.0, f"{size}, {work.case}, {named(mode)}", "the plan does not fit")
     ways: dict[tuple[str, Checkpointing], Way] = {}
@@ -291,7 +308,7 @@ def modes_of(setting: PartSetting, size: str, length: int, dtype: str) -> Iterat
                 continue
             for mode in work.fitting:
                 case = f"{size}, {work.case}, {named(mode)}, {kernels}"
-                figures = way_at(setting, work, kernels, mode, dtype, ways, case)
+                figures = way_at(setting, first, work, kernels, mode, dtype, ways, case)
                 yield from within_memory("modes", case, figures, fits=True)
         finally:
             use_fused_kernels(None)
@@ -299,6 +316,7 @@ def modes_of(setting: PartSetting, size: str, length: int, dtype: str) -> Iterat
 
 def way_at(
     setting: PartSetting,
+    first: Decoder,
     work: PlannedUpdate,
     kernels: str,
     mode: Checkpointing,
@@ -307,7 +325,7 @@ def way_at(
     case: str,
 ) -> Iterator[Figure]:
     """One way, beside those that are in `ways` already; it is put there too."""
-    ways[kernels, mode] = way = measured_way(setting, work, mode, dtype)
+    ways[kernels, mode] = way = measured_way(setting, first, work, mode, dtype)
     seconds = way.figures.seconds
     yield Figure("modes", "mode_tokens_per_s", work.tokens / seconds, case)
     yield Figure("modes", "mode_mfu", 3 * work.flops / seconds / work.peak_flops, case)
@@ -324,9 +342,10 @@ def named(mode: Checkpointing) -> str:
     return f"checkpointing {mode}" if isinstance(mode, str) else f"checkpointing of {mode} layers"
 
 
-def measured_way(setting: PartSetting, work: PlannedUpdate, mode: Checkpointing, dtype: str) -> Way:
-    """A new trainer's update."""
-    model = init_model(work.shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+def measured_way(setting: PartSetting, first: Decoder, work: PlannedUpdate, mode: Checkpointing, dtype: str) -> Way:
+    """A new trainer's update, of a copy of the model."""
+    model = Decoder(first.hf_config, device=setting.device)
+    model.load_weights(first.named_weights())
     model.checkpointing = mode
     trainer = make_trainer(model, dtype, work.budget)
     if not setting.is_gpu:
