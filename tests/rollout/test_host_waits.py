@@ -1,4 +1,5 @@
-"""Where the embedded engine waits for its device: once for each token, to learn what was drawn."""
+"""Where the host waits for its device: the embedded engine once for each token, to learn what was drawn, the trainer a
+few times in an update, however many microbatches that has."""
 
 from collections import Counter
 
@@ -14,6 +15,7 @@ from hone.plan.kv_cache import CacheRoom
 from hone.rollout.local import make_stepper, whole_room
 from hone.rollout.rows import RowJob
 from hone.rollout.scheduler import Scheduler
+from hone.tools.acceptance.setting import make_algorithm, make_trainer, random_batch, update
 
 WAITING = {
     "cpu",
@@ -124,3 +126,18 @@ def assert_waits_once(model, padded):
     (_, *steps), _ = counted(model, asked, moves=False)
     assert len(steps) > 8
     assert {tuple(step.items()) for step in steps} == {(("cpu", 1),)}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_further_microbatches_wait_for_nothing(precision):
+    """An update waits to send the batch's columns, to read two norms, and to read what the loss measured."""
+    algorithm = make_algorithm()
+    batch = random_batch([40] * 8, 4, vocab=32, prompt_tokens=8)
+    for tokens, microbatches in ((200, 2), (100, 4), (50, 8)):
+        trainer = make_trainer(tiny_model(), precision, tokens)
+        update(trainer, batch, algorithm)
+        with Waits() as waits:
+            metrics = update(trainer, batch, algorithm)
+        waits.counts.pop("cpu")  # of the batch's tensors, which are there already
+        assert metrics["train/microbatches"] == microbatches
+        assert waits.counts == {"to": 3, "__float__": 2, "tolist": 1}

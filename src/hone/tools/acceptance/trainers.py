@@ -236,19 +236,35 @@ def trainer_at(
         yield Figure(name, "left_out", 1.0, f"memory, kernels and waiting, {case}", NO_ACCELERATOR)
         return
     yield work.peak_over_plan(name, mode, case, module_of(setting.device).max_memory_allocated())
-    yield from use_of_update(name, case, lambda: update(trainer, work.batch, algorithm), metrics)
+    yield from use_of_update(name, case, trainer, algorithm, work)
     seconds = (forward_s, update_s, metrics["train/microbatches"] * roofline.GPU.microbatch_overhead_s)
     print(f"efficiencies of {case} are in {remember_rates([work.rates(mode, seconds)])}")
 
 
-def use_of_update(name: str, case: str, work: Callable[[], object], metrics: Mapping[str, float]) -> Iterator[Figure]:
-    """What an update, which took `metrics`, does on the device and how the host waits for it."""
-    microbatches = max(metrics["train/microbatches"], 1)
-    yield Figure(name, "syncs_per_microbatch", synchronizations(work) / microbatches, case)
-    use = watched(work)
+def use_of_update(
+    name: str, case: str, trainer: PolicyTrainer, algorithm: Algorithm, work: PlannedUpdate
+) -> Iterator[Figure]:
+    """What an update does on the device and how the host waits for it."""
+    waits, microbatches = waits_of_update(trainer, algorithm, work, work.budget)
+    more_waits, more_microbatches = waits_of_update(trainer, algorithm, work, work.budget // 2)
+    trainer.passes.tokens_per_microbatch = work.budget
+    yield Figure(name, "syncs_per_update", waits, case)
+    if more_microbatches > microbatches:  # a microbatch has at least one sample
+        per_microbatch = (more_waits - waits) / (more_microbatches - microbatches)
+        yield Figure(name, "syncs_per_microbatch", per_microbatch, case)
+    use = watched(lambda: update(trainer, work.batch, algorithm))
     yield Figure(name, "kernels_per_microbatch", use.kernels / microbatches, case)
     yield Figure(name, "host_ms_per_microbatch", 1000 * use.host_s / microbatches, case)
     yield Figure(name, "update_busy", use.busy_frac, case)
+
+
+def waits_of_update(
+    trainer: PolicyTrainer, algorithm: Algorithm, work: PlannedUpdate, tokens: int
+) -> tuple[int, float]:
+    """How often the host waits in an update with microbatches of so many tokens, and how many they are."""
+    trainer.passes.tokens_per_microbatch = tokens
+    metrics = update(trainer, work.batch, algorithm)  # compiles what these sizes need
+    return synchronizations(lambda: update(trainer, work.batch, algorithm)), metrics["train/microbatches"]
 
 
 KERNELS = ("torch's kernels", "compiled kernels")
