@@ -15,7 +15,15 @@ from ruamel.yaml import YAML
 from hone.cli.main import main as hone
 from hone.devices import FoundDevices, devices_here
 from hone.memory.gauges import GIB
-from hone.plan.efficiency import MeasuredRates, efficiency_path, known_rates, remember_rates, with_measured
+from hone.plan.efficiency import (
+    MeasuredDecoding,
+    MeasuredRates,
+    efficiency_path,
+    known_decoding,
+    known_rates,
+    remember_rates,
+    with_measured,
+)
 from hone.plan.hardware import find_hardware
 from hone.plan.time import GPU
 from hone.runtime.processes import environment_restored
@@ -338,6 +346,50 @@ def test_a_plan_takes_what_was_measured_nearest(monkeypatch, tmp_path):
     assert 1024 not in [one.tokens for one in known_rates()], "beyond the peak is a mistake"
     efficiency_path().write_text("{")
     assert known_rates() == []
+
+
+def test_decoding_steps_give_back_the_share_and_overhead_that_made_them(monkeypatch):
+    """Steps of 8 and 512 rows of Qwen3-0.6B, as the plan would have them at other rates."""
+    from hone.plan import time
+    from hone.plan.families import architecture_from
+    from hone.tools.acceptance import decoding
+    from hone.tools.acceptance.setting import PartSetting, shape_of
+
+    h100, shape = find_hardware("H100-80G"), shape_of("0.6b")
+    sampler = time.Sampler(architecture_from(shape), 1, 1, 512, float("inf"), 8192, 2)
+    rates = replace(GPU, decode_bandwidth=0.35, decode_overhead_s=0.008)
+    context = decoding.PROMPT + decoding.TOKENS / 2
+    steps = {rows: time._decode_step_s(sampler, h100, rates, rows, context) for rows in decoding.ROWS}
+    monkeypatch.setattr(decoding, "hardware_of", lambda _: h100)
+    found = decoding.measured_steps(PartSetting(torch.device("cpu"), tiny=False), shape, 2, steps, graphs=True)
+    assert (found.device, found.parameters, found.graphs) == ("H100-80G", 596_049_920, True)
+    assert (found.bandwidth, found.overhead_s) == (pytest.approx(0.35), pytest.approx(0.008))
+
+
+def test_the_plan_s_rollout_follows_what_decoding_steps_took(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HONE_EFFICIENCY", str(tmp_path / "efficiency.json"))
+    words = ["plan", GSM8K, "--hardware", "H100-80G", "model.path=Qwen/Qwen3-0.6B", "--json"]
+
+    def planned(*more):
+        hone([*words, *more])
+        found = json.loads(capsys.readouterr().out)
+        notes = [note for note in found["notes"] if note.startswith("decoding at")]
+        return found["time"]["phases_s"]["rollout"], found["time"]["phases_s"]["optimizer"], notes
+
+    local = ["cluster.backend=local"]
+    (before_s, optimizer_s, none), vllm = planned(*local), planned(*ON_RAY)
+    remember_rates([rates(512, 0.2)])
+    remember_rates(decoding=[MeasuredDecoding("H100-80G", 596_049_920, 2, True, 0.3, 0.006)])
+    after_s, same_s, notes = planned(*local)
+    assert none == [] and after_s > 1.5 * before_s and same_s == optimizer_s
+    assert notes == [
+        "decoding at 30% of the memory's bandwidth and 6.0 ms a step besides, as measured with 596,049,920 parameters"
+    ]
+    assert planned(*ON_RAY)[::2] == vllm[::2], "vLLM has other steps"
+    assert len(known_rates()) == len(known_decoding()) == 1
+
+
+ON_RAY = ["cluster.backend=ray", "cluster.engines.use=vllm"]
 
 
 def test_the_plan_s_times_follow_the_calibration(monkeypatch, tmp_path, capsys):

@@ -1,7 +1,7 @@
 """Shares of a device's peak that were measured on it (`make gpu`), which replace a plan's priors.
 
 One small JSON file in the user's state folder, or at HONE_EFFICIENCY: a list of entries, each of one device, model size
-and sequence length. What cannot be read is as if it were not there: the priors hold then.
+and sequence length, and one of decoding steps. What cannot be read is as if it were not there: the priors hold then.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hone.plan.time import Efficiency
 from hone.runtime.files import state_folder, write_user_state
@@ -42,29 +43,68 @@ class MeasuredRates:
         return math.inf if max(ratios) > math.log(NEAR) else sum(ratios)
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredDecoding:
+    """What one device reached in decoding steps of Hone's own engine with one model."""
+
+    device: str
+    """Its name in hardware.toml."""
+    parameters: int
+    bytes_each: int
+    """Of a number that is computed with."""
+    graphs: bool
+    """Whether the steps were CUDA graphs."""
+    bandwidth: float
+    """Share of that of the device's memory."""
+    overhead_s: float
+    """Of a step, besides what it reads."""
+
+
 def efficiency_path() -> Path:
     """Where the measurements are kept."""
     return Path(os.environ.get(VARIABLE) or state_folder() / "efficiency.json")
 
 
 def known_rates() -> list[MeasuredRates]:
-    """Every whole entry."""
+    """Every whole entry of passes."""
     try:
-        entries = json.loads(efficiency_path().read_text("utf-8"))["entries"]
-        found = [MeasuredRates(**entry) for entry in entries]
+        found = [MeasuredRates(**entry) for entry in _known()["entries"]]
         return [one for one in found if _is_plausible(one)]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return []
 
 
-def remember_rates(new: Sequence[MeasuredRates]) -> Path:
-    """Add measurements; of the same device, model and length the new one stays. Returns the file."""
+def known_decoding() -> list[MeasuredDecoding]:
+    """Every whole entry of decoding steps."""
+    try:
+        found = [MeasuredDecoding(**entry) for entry in _known()["decoding"]]
+        return [one for one in found if _is_plausible_decoding(one)]
+    except (KeyError, TypeError):
+        return []
+
+
+def _known() -> Any:
+    """What is in the file; empty where it cannot be read."""
+    try:
+        return json.loads(efficiency_path().read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def remember_rates(new: Sequence[MeasuredRates] = (), decoding: Sequence[MeasuredDecoding] = ()) -> Path:
+    """Add measurements of passes and of decoding steps; of the same device, model and length, or the same kind of
+    steps, the new one stays. Returns the file."""
     kept = {
         (one.device, one.parameters, one.tokens, one.bytes_each): one
         for one in [*known_rates(), *(one for one in new if _is_plausible(one))]
     }
+    steps = {
+        (one.device, one.parameters, one.bytes_each, one.graphs): one
+        for one in [*known_decoding(), *(one for one in decoding if _is_plausible_decoding(one))]
+    }
+    found = {"entries": [asdict(one) for one in kept.values()], "decoding": [asdict(one) for one in steps.values()]}
     place = efficiency_path()
-    write_user_state(place, json.dumps({"entries": [asdict(one) for one in kept.values()]}, indent=1) + "\n")
+    write_user_state(place, json.dumps(found, indent=1) + "\n")
     return place
 
 
@@ -81,6 +121,26 @@ def with_measured(
     if found is None or math.isinf(distance):
         return prior, None
     return replace(prior, training_flops=found.training_flops, forward_flops=found.forward_flops), found
+
+
+def with_measured_decoding(
+    prior: Efficiency, device: str, *, parameters: float, bytes_each: int, graphs: bool
+) -> tuple[Efficiency, MeasuredDecoding | None]:
+    """As `with_measured`, of the decoding steps of Hone's own engine, with CUDA graphs or without."""
+    near = [
+        (abs(math.log(one.parameters / parameters)), one)
+        for one in known_decoding()
+        if (one.device, one.bytes_each, one.graphs) == (device, bytes_each, graphs)
+    ]
+    distance, found = min(near, key=lambda pair: pair[0], default=(math.inf, None))
+    if found is None or distance > math.log(NEAR):
+        return prior, None
+    return replace(prior, decode_bandwidth=found.bandwidth, decode_overhead_s=found.overhead_s), found
+
+
+def _is_plausible_decoding(one: MeasuredDecoding) -> bool:
+    low, high = PLAUSIBLE
+    return low < one.bandwidth <= high and 0 <= one.overhead_s < 1 and one.parameters > 0
 
 
 def _is_plausible(one: MeasuredRates) -> bool:

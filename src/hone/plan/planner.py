@@ -27,8 +27,8 @@ from hone.plan.inputs import Inputs, changed, has_graphs, implementation_of, mic
 from hone.plan.ledger import Ledger, Moment
 from hone.plan.local import routing_records
 from hone.plan.pools import pools_of
-from hone.plan.schedule import measured_rates, step_time
-from hone.plan.time import StepTime
+from hone.plan.schedule import measured_decoding, measured_rates, step_time
+from hone.plan.time import GPU, StepTime
 from hone.plan.verdict import Verdict, best_suggestion, judge
 from hone.plan.workload import workload_of
 from hone.sizes import GIB
@@ -197,6 +197,12 @@ def _notes(inputs: Inputs) -> list[str]:
         notes.append(
             f"cluster.engines.use = {engines.name} takes no memory of these devices; the time of its samples is "
             "counted as that of Hone's own engine on one device"
+        )
+    engine = next((pool.engine for pool in pools_of(inputs) if pool.engine), None)
+    if decoding := measured_decoding(inputs, engine, GPU)[1]:
+        notes.append(
+            f"decoding at {decoding.bandwidth:.0%} of the memory's bandwidth and {1000 * decoding.overhead_s:.1f} ms a "
+            f"step besides, as measured with {decoding.parameters:,} parameters"
         )
     used = inputs.topology.num_devices + len(service_devices(config))
     if (idle := inputs.hardware.devices - used) > 0:

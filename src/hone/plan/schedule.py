@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hone.plan import time
 from hone.plan.cluster import PoolPlan, Trained, adapter_of
-from hone.plan.efficiency import MeasuredRates, with_measured
+from hone.plan.efficiency import MeasuredDecoding, MeasuredRates, with_measured, with_measured_decoding
 from hone.plan.embedded import Embedded, EmbeddedJudge, Reader
 from hone.plan.engine import EnginePlan
 from hone.plan.inputs import Inputs, bytes_each, has_graphs, room_of
@@ -26,7 +26,8 @@ def step_time(inputs: Inputs, pools: Sequence[PoolPlan]) -> StepTime:
     engine = next((pool.engine for pool in pools if pool.engine), None)
     rates, sampler = _rates(inputs, engine), _sampler(inputs, pools)
     workload, hardware = inputs.workload, inputs.hardware
-    rolling = time.decode_s(sampler, hardware, rates, workload.lengths, workload.samples, workload.group)
+    decoding = measured_decoding(inputs, engine, rates)[0]
+    rolling = time.decode_s(sampler, hardware, decoding, workload.lengths, workload.samples, workload.group)
     rolling += time.prefill_s(sampler, hardware, rates, workload.lengths, workload.prompts)
     generating, phases, group_s = rolling, {"rollout": rolling}, _scoring_s(inputs, pools, workload.group)
     if group_s is not None:
@@ -46,7 +47,7 @@ def step_time(inputs: Inputs, pools: Sequence[PoolPlan]) -> StepTime:
         samples=workload.samples,
         useful_flops=_useful_flops(inputs),
         peak_flops=inputs.topology.num_devices * hardware.flops(bytes_each(inputs)),
-        efficiency=rates,
+        efficiency=decoding,
         concurrent=time.concurrent_sequences(sampler, workload.lengths, workload.group),
         group_score_s=group_s,
     )
@@ -56,8 +57,30 @@ def _rates(inputs: Inputs, engine: EnginePlan | Embedded | EmbeddedJudge | Reade
     """The priors for this hardware and an engine; None is the one of a run of one process."""
     if inputs.hardware.kind == "cpu":
         return CPU
-    graphs = has_graphs(inputs) if engine is None else not isinstance(engine, Reader) and engine.settings.graphs
-    return measured_rates(inputs, GPU if graphs else GPU_EAGER)[0]
+    return measured_rates(inputs, GPU if _decodes_by_graphs(inputs, engine) else GPU_EAGER)[0]
+
+
+def _decodes_by_graphs(inputs: Inputs, engine: EnginePlan | Embedded | EmbeddedJudge | Reader | None) -> bool:
+    return has_graphs(inputs) if engine is None else not isinstance(engine, Reader) and engine.settings.graphs
+
+
+def measured_decoding(
+    inputs: Inputs, engine: EnginePlan | Embedded | None, rates: Efficiency
+) -> tuple[Efficiency, MeasuredDecoding | None]:
+    """What `make gpu` measured of Hone's own engine on this kind of device, nearest to the policy; otherwise `rates`.
+
+    Args:
+        engine: that samples; None is the one of a run of one process.
+    """
+    if inputs.hardware.kind == "cpu" or isinstance(engine, EnginePlan):
+        return rates, None
+    return with_measured_decoding(
+        rates,
+        inputs.hardware.name,
+        parameters=inputs.architecture.total_parameters,
+        bytes_each=bytes_each(inputs),
+        graphs=_decodes_by_graphs(inputs, engine),
+    )
 
 
 def measured_rates(inputs: Inputs, prior: Efficiency = GPU) -> tuple[Efficiency, MeasuredRates | None]:

@@ -174,6 +174,22 @@ def _decode_step_s(sampler: Sampler, hardware: Hardware, rates: Efficiency, rows
     return max(by_bytes, flops / (hardware.flops(p) * rates.decode_flops)) + rates.decode_overhead_s + waiting
 
 
+def fitted_decoding(
+    sampler: Sampler, hardware: Hardware, context: float, few: tuple[int, float], many: tuple[int, float]
+) -> tuple[float, float]:
+    """Share of the memory's bandwidth, at most 1, and seconds besides, with which a decoding step takes here what was
+    measured.
+
+    Args:
+        context: tokens of each sequence, on average.
+        few, many: rows of a step, and its seconds.
+    """
+    whole = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0)
+    least_s, most_s = (_decode_step_s(sampler, hardware, whole, rows, context) for rows, _ in (few, many))
+    share = min((most_s - least_s) / max(many[1] - few[1], 1e-9), 1.0)
+    return share, max(few[1] - least_s / share, 0.0)
+
+
 def prefill_s(sampler: Sampler, hardware: Hardware, rates: Efficiency, lengths: Lengths, prompts: int) -> float:
     """Seconds in which the replicas compute their prompts, each once, in steps of at most `step_tokens`.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,10 @@ from torch import Tensor
 from hone.devices import module_of
 from hone.model.base import CausalModel
 from hone.model.load import init_model
+from hone.plan.efficiency import MeasuredDecoding, remember_rates
+from hone.plan.families import architecture_from
 from hone.plan.kv_cache import CacheRoom
+from hone.plan.time import Sampler, fitted_decoding
 from hone.rollout.decoding import PREFILL_TOKENS
 from hone.rollout.engine import Request
 from hone.rollout.graphs import Step, StepGraphs
@@ -22,7 +27,16 @@ from hone.rollout.rows import RowJob
 from hone.rollout.scheduler import Scheduler
 from hone.sizes import GIB
 from hone.tools.acceptance.figures import Figure
-from hone.tools.acceptance.setting import NO_ACCELERATOR, PROMPT, TINY, PartSetting, random_requests, shape_of, timed
+from hone.tools.acceptance.setting import (
+    NO_ACCELERATOR,
+    PROMPT,
+    TINY,
+    PartSetting,
+    hardware_of,
+    random_requests,
+    shape_of,
+    timed,
+)
 from hone.tools.acceptance.usage import synchronizations, use_figures, watched
 
 GROUP, ROWS, TOKENS = 8, (8, 64, 512), 256
@@ -37,12 +51,15 @@ def decoding(setting: PartSetting) -> Iterator[Figure]:
     shape = TINY if setting.tiny else shape_of("0.6b")
     dtype = getattr(torch, setting.precision)
     model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=setting.device)
+    steps: dict[bool, dict[int, float]] = {False: {}, True: {}}
     for rows in ROWS[:1] if setting.tiny else ROWS:
         tokens = 8 if setting.tiny else TOKENS
         case = f"{rows} rows of {tokens} tokens"
-        launched_s, _ = yield from drawing(setting, rollout(model, rows, tokens, None), tokens, f"{case}, launched")
+        launched_s, drawn = yield from drawing(setting, rollout(model, rows, tokens, None), tokens, f"{case}, launched")
+        steps[False][rows] = launched_s / drawn.steps
         graphs = graphs_on(setting.device) or StepGraphs(lambda: launched_again)
         replayed_s, drawn = yield from drawing(setting, rollout(model, rows, tokens, graphs), tokens, f"{case}, graphs")
+        steps[True][rows] = replayed_s / drawn.steps
         yield Figure("decoding", "graphs_recorded", graphs.count, case)
         if rows == FEWEST:
             yield Figure("decoding", "graph_speedup", launched_s / replayed_s, case)
@@ -53,6 +70,25 @@ def decoding(setting: PartSetting) -> Iterator[Figure]:
         again = rollout(model, rows, tokens, StepGraphs(lambda: launched_again))(tokens)
         same = [np.array_equal(a, b) for a, b in zip(drawn.samples, again.samples, strict=True)]
         yield Figure("decoding", "same_samples", sum(same) / len(same), case)
+    if setting.is_gpu:
+        found = [measured_steps(setting, shape, dtype.itemsize, steps[graphs], graphs) for graphs in steps]
+        print(f"efficiencies of decoding steps are in {remember_rates(decoding=found)}")
+
+
+def measured_steps(
+    setting: PartSetting, shape: Mapping[str, Any], bytes_each: int, steps: Mapping[int, float], graphs: bool
+) -> MeasuredDecoding:
+    """What the plan's formula makes of steps.
+
+    Args:
+        bytes_each: of a number that is computed with.
+        steps: seconds of one by its rows, with CUDA graphs or without; of fewest and most rows they count.
+    """
+    architecture, hardware = architecture_from(shape), hardware_of(setting.device)
+    sampler = Sampler(architecture, 1, 1, max(steps), math.inf, PREFILL_TOKENS, bytes_each)
+    few, many = ((rows, steps[rows]) for rows in (min(steps), max(steps)))
+    share, overhead_s = fitted_decoding(sampler, hardware, PROMPT + TOKENS / 2, few, many)
+    return MeasuredDecoding(hardware.name, architecture.total_parameters, bytes_each, graphs, share, overhead_s)
 
 
 @dataclass(frozen=True, slots=True)
