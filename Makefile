@@ -122,8 +122,9 @@ docs: $(STAMP)  ## regenerate the pages that are made from the code
 bench: $(STAMP)  ## every benchmark, each a ratio against a named baseline (about an hour)
 	$(RUN) benchmarks.run_all
 
-gpu: $(STAMP)  ## the acceptance run of a GPU machine, each part within 8 minutes (PARTS=devices,numbers; TINY=1 on a CPU)
-	$(RUN) hone.tools.acceptance $(if $(PARTS),--parts $(PARTS)) $(if $(TINY),--tiny)
+# Into an environment of the user's own (VENV=/path) nothing is installed; it runs this checkout there.
+gpu: $(if $(filter .venv,$(VENV)),$(STAMP))  ## the acceptance run of a GPU machine, each part within 8 minutes (PARTS=devices,numbers; TINY=1 on a CPU)
+	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(RUN) hone.tools.acceptance $(if $(PARTS),--parts $(PARTS)) $(if $(TINY),--tiny)
 
 bundle: $(STAMP)  ## dist/hone-bundle-*.tar: Hone and its light dependencies, for machines without a network
 	$(RUN) hone.tools.bundle dist

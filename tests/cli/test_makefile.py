@@ -29,3 +29,9 @@ def test_make_takes_the_first_python_that_runs_and_is_new_enough(tmp_path, pytho
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and found in done.stdout, done.stdout + done.stderr
+
+
+def test_the_acceptance_run_installs_nothing_into_an_environment_of_the_user_s():
+    done = subprocess.run(["make", "-n", "-B", "gpu", "VENV=/opt/mine"], cwd=ROOT, capture_output=True, text=True)
+    (line,) = done.stdout.splitlines()
+    assert "/opt/mine/bin/python -m hone.tools.acceptance" in line and f"PYTHONPATH={ROOT}/src" in line
