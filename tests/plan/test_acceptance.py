@@ -268,8 +268,8 @@ def test_tiny_kernels_and_modes_meet_what_a_cpu_can():
 
 @pytest.mark.slow("trains and samples with tiny shapes in many ways")
 def test_tiny_trainers_and_engines_meet_what_a_cpu_can():
-    found = tiny_figures("trainer-0.6b", "transformers", "decoding", "engines", "export")
-    assert found["trainer-0.6b", "update_tokens_per_s"] > 0
+    found = tiny_figures("trainer-0.6b", "trainer-8b", "transformers", "decoding", "engines", "export")
+    assert found["trainer-0.6b", "update_tokens_per_s"] > 0 < found["trainer-8b", "logprob_mfu"]
     for part in ("trainer-0.6b", "decoding", "engines", "export"):
         assert (part, "left_out") in found, "what only a GPU can tell is named"
 

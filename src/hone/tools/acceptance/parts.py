@@ -22,7 +22,7 @@ from hone.tools.acceptance.publishing import publishing
 from hone.tools.acceptance.ranks import export, several
 from hone.tools.acceptance.runs import cluster_part, run
 from hone.tools.acceptance.setting import PartSetting
-from hone.tools.acceptance.trainers import modes, trainer_part
+from hone.tools.acceptance.trainers import modes, passes_part, trainer_part
 
 PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "devices": devices,
@@ -33,6 +33,7 @@ PARTS: Mapping[str, Callable[[PartSetting], Iterator[Figure]]] = {
     "trainer-0.6b": trainer_part("0.6b"),
     "trainer-1.7b": trainer_part("1.7b"),
     "trainer-4b": trainer_part("4b"),
+    "trainer-8b": passes_part("8b"),
     "modes": modes,
     "transformers": transformers,
     "classes": classes,

@@ -134,11 +134,9 @@ def random_requests(vocab: int, tokens: Sequence[int], group: int) -> list[Reque
     ]
 
 
-def make_trainer(
-    model: CausalModel, precision: Any, budget: int, *, deterministic: bool = False, ranks: Ranks = ALONE
-) -> PolicyTrainer:
-    """A policy's trainer, of one process or one of several."""
-    passes = Passes(
+def make_passes(precision: Any, budget: int, *, deterministic: bool = False, ranks: Ranks = ALONE) -> Passes:
+    """Passes with microbatches of `budget` tokens, of one process or one of several."""
+    return Passes(
         precision=precision,
         tokens_per_microbatch=budget,
         logprob_chunk_tokens=1024,
@@ -146,6 +144,13 @@ def make_trainer(
         ranks=ranks,
         deterministic=deterministic,
     )
+
+
+def make_trainer(
+    model: CausalModel, precision: Any, budget: int, *, deterministic: bool = False, ranks: Ranks = ALONE
+) -> PolicyTrainer:
+    """A policy's trainer, of one process or one of several."""
+    passes = make_passes(precision, budget, deterministic=deterministic, ranks=ranks)
     return PolicyTrainer(model, passes, optimizer=OptimizerSection(lr=1e-6), total_optimizer_steps=1000)
 
 

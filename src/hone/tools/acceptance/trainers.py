@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -31,6 +31,7 @@ from hone.tools.acceptance.setting import (
     UpdateFigures,
     hardware_of,
     make_algorithm,
+    make_passes,
     make_trainer,
     measured_update,
     peak_figure,
@@ -110,6 +111,12 @@ class PlannedUpdate:
     def holds_states(self) -> bool:
         """Whether weights, gradient and moments have room on this device."""
         return self._tensor_bytes(next(iter(self.plans)), "optimizer") + CONTEXT_BYTES <= self.hardware.memory_bytes
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether there is room for the weights alone, in the numbers that are computed with."""
+        count = next(iter(self.plans.values())).inputs.architecture.total_parameters
+        return self._bytes_each * count + CONTEXT_BYTES <= self.hardware.memory_bytes
 
     def _tensor_bytes(self, mode: Checkpointing, phase: str) -> int:
         """Most bytes of tensors in a phase, by the plan."""
@@ -210,6 +217,37 @@ def trainer_part(size: str) -> Callable[[PartSetting], Iterator[Figure]]:
     return part
 
 
+def passes_part(size: str) -> Callable[[PartSetting], Iterator[Figure]]:
+    """The part that times passes without gradients of a model whose states have no room on one device of 80 GB."""
+
+    def part(setting: PartSetting) -> Iterator[Figure]:
+        name, dtype = f"trainer-{size}", setting.precision
+        planned = [PlannedUpdate(setting, size, length, dtype, modes=("full",)) for length in setting.lengths]
+        if not planned[0].holds_weights:
+            yield Figure(name, "left_out", 1.0, size, "the device has no room for the weights")
+            return
+        yield peak_figure(name, setting)
+        yield Figure(name, "left_out", 1.0, f"update, {size}", "of this size only passes without gradients are timed")
+        model = init_model(
+            planned[0].shape, vocab_size=None, seed=0, dtype=getattr(torch, dtype), device=setting.device
+        )
+        passes = make_passes(dtype, setting.budget)
+        for work in planned:
+            passes.tokens_per_microbatch = work.budget
+            figures = pass_figures(name, work, partial(passes.logprobs, model, work.batch))
+            yield from within_memory(name, work.case, figures, fits=True)
+
+    return part
+
+
+def pass_figures(name: str, work: PlannedUpdate, logprobs: Callable[[], object]) -> Generator[Figure, None, float]:
+    """Speed of passes without gradients over all samples. Returns their seconds."""
+    seconds, _ = timed(logprobs)
+    yield Figure(name, "logprob_tokens_per_s", work.tokens / seconds, work.case)
+    yield Figure(name, "logprob_mfu", work.flops / seconds / work.peak_flops, work.case)
+    return seconds
+
+
 def trainer_at(
     name: str,
     setting: PartSetting,
@@ -219,10 +257,8 @@ def trainer_at(
 ) -> Iterator[Figure]:
     """Figures of one length. What share of the peak it reached is remembered at once."""
     tokens, case = work.tokens, work.case
-    forward_s, _ = timed(lambda: trainer.logprobs(work.batch))
-    yield Figure(name, "logprob_tokens_per_s", tokens / forward_s, case)
+    forward_s = yield from pass_figures(name, work, partial(trainer.logprobs, work.batch))
     mode = next(iter(work.fitting), None)
-    yield Figure(name, "logprob_mfu", work.flops / forward_s / work.peak_flops, case)
     if mode is None:
         yield Figure(name, "left_out", 1.0, f"update, {case}", "the plan does not fit")
         return
