@@ -228,9 +228,6 @@ def ways_of(setting: PartSetting, shape: Mapping[str, Any], dtype: str) -> Itera
     if one_row.peak_bytes:
         note = f"{one_row.peak_bytes / GIB:.1f} of {padded.peak_bytes / GIB:.1f} GiB"
         yield Figure("classes", "class_memory_ratio", one_row.peak_bytes / padded.peak_bytes, case, note)
-    if setting.tiny and "num_experts" in shape:
-        yield Figure("classes", "left_out", 1.0, f"{shape['model_type']}, compiled", "a CPU compiles it for a minute")
-        return
     compiled = cost(setting, shape, dtype, batch, is_compiled=True)
     yield Figure("classes", "class_compiled_ratio", compiled.seconds / one_row.seconds, case)
     yield Figure("classes", "class_compiled_difference", abs(compiled.grad_norm / one_row.grad_norm - 1), case)
