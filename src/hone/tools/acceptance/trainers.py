@@ -14,6 +14,7 @@ import torch
 from hone.algo.algorithm import Algorithm
 from hone.config.run import Checkpointing, RunConfig
 from hone.devices import module_of
+from hone.model.decoder import Decoder
 from hone.model.kernels import use_fused_kernels, uses_fused_kernels
 from hone.model.load import init_model
 from hone.plan import time as roofline
