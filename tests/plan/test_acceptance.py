@@ -14,7 +14,6 @@ from ruamel.yaml import YAML
 
 from hone.cli.main import main as hone
 from hone.devices import FoundDevices, devices_here
-from hone.memory.gauges import GIB
 from hone.plan.efficiency import (
     MeasuredDecoding,
     MeasuredRates,
@@ -27,6 +26,7 @@ from hone.plan.efficiency import (
 from hone.plan.hardware import find_hardware
 from hone.plan.time import GPU
 from hone.runtime.processes import environment_restored
+from hone.sizes import GIB
 from hone.tools.acceptance import __main__ as runner
 from hone.tools.acceptance.figures import EXPECTED, Expectation, Figure, page, read_lines
 

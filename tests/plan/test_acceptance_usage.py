@@ -87,12 +87,22 @@ def test_waiting_in_a_step_does_not_count_that_of_prompts(monkeypatch):
 
 
 def test_use_of_an_update_is_by_microbatch(monkeypatch):
+    """Waits are of further microbatches, four instead of two; all else of the first update."""
+    passes = SimpleNamespace(tokens_per_microbatch=0)
+    trainer, work = SimpleNamespace(passes=passes), SimpleNamespace(budget=512, batch=None)
+
+    def microbatches():
+        return 1024 // passes.tokens_per_microbatch
+
     waits = [call(0, 400, "cudaStreamSynchronize")]
-    monkeypatch.setattr(trainers, "synchronizations", lambda work: 4)
+    monkeypatch.setattr(trainers, "update", lambda *_: {"train/microbatches": microbatches()})
+    monkeypatch.setattr(trainers, "synchronizations", lambda work: 6 + 2 * microbatches())
     monkeypatch.setattr(trainers, "watched", lambda work: DeviceUsage(1e-3, [kernel(0, 300), kernel(300, 900), *waits]))
-    found = by_name(trainers.use_of_update("trainer", "here", lambda: None, {"train/microbatches": 2}))
-    assert (found["syncs_per_microbatch"], found["kernels_per_microbatch"]) == (2, 1)
+    found = by_name(trainers.use_of_update("trainer", "here", trainer, None, work))
+    assert (found["syncs_per_update"], found["syncs_per_microbatch"]) == (10, 2)
+    assert found["kernels_per_microbatch"] == 1
     assert (found["host_ms_per_microbatch"], found["update_busy"]) == (pytest.approx(0.3), pytest.approx(0.9))
+    assert passes.tokens_per_microbatch == 512
 
 
 def outcome(**other):
