@@ -52,7 +52,7 @@ class ClusterSection(Section):
     trainer: ShardingSection = key(ShardingSection())
     engines: EngineSection = key(EngineSection())
     """The policy's engines, where `rollout` is; a judge's are in its service's `engine`."""
-    start_timeout_s: float = key(300.0, unit="seconds", gt=0)
+    start_timeout_s: float = key(900.0, unit="seconds", gt=0)
     """Maximum time until devices are free and all processes are ready."""
     call_timeout_s: float = key(1800.0, unit="seconds", gt=0)
     """A rank or engine that does not respond to a call for this long counts as failed."""

@@ -176,7 +176,7 @@ class ServiceSection(Section):
     """Port on 127.0.0.1; 0: a free one, kept across restarts."""
     health: str = key("/health")
     """Path that answers 2xx once the service is ready."""
-    start_timeout_s: float = key(300.0, unit="seconds", gt=0)
+    start_timeout_s: float = key(900.0, unit="seconds", gt=0)
     """Maximum start-up time; a service that is not ready by then ends the run (exit code 3)."""
     silence_timeout_s: float = key(120.0, unit="seconds", gt=0)
     """A service whose `health` does not respond for this long is killed and restarted."""
