@@ -278,9 +278,7 @@ def module_in_use() -> ModuleType | None:
 def give_back_memory() -> None:
     """Release torch's cached memory to the device, for other processes."""
     if (module := module_in_use()) is not None:
-        if hasattr(
-            module, "ipc_collect"
-        ):  # memory that was shared is cached once the processes that opened it closed it
+        if hasattr(module, "ipc_collect"):  # first, so that shared memory that others have closed is cached
             module.ipc_collect()
         module.empty_cache()
 
