@@ -167,7 +167,7 @@ METRICS: dict[str, Metric] = {
     "reward/<component>_device_used_gib_mean": Metric(
         "GiB", "Memory of a judge's devices that all processes use, at its last log line; with NVIDIA's driver."
     ),
-    "reward/<component>_device_total_gib_mean": Metric("GiB", "Memory of those devices."),
+    "reward/<component>_device_total_gib_mean": Metric("GiB", "Total memory of a judge's devices."),
     "reward/<component>_http_failed": Metric(
         "HTTP requests", "Requests of the component that failed and were retried."
     ),
