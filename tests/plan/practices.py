@@ -224,7 +224,7 @@ def practice_e(vocab: int = 32_768) -> Iterator[Claim]:
     yield Claim(
         "out of memory: 8 rows to 6, with 32 samples",
         "contradictory",
-        f"32 are no multiple of 6: only {32 // 6 * 6} are drawn, silently. 4 divides them",
+        f"32 is not a multiple of 6: only {32 // 6 * 6} are drawn, silently. 4 divides them",
         (32 // 6 * 6,),
     )
 

@@ -190,7 +190,7 @@ def test_exhausted_says_the_plans_sentence():
             ladder.climb_down(failure())
 
 
-def test_a_resumed_run_goes_on_where_the_ladder_was():
+def test_a_resumed_run_continues_where_the_ladder_was():
     first, _ = make()
     first.climb_down(failure())
     first.climb_down(failure("rollout", "sampling"))
@@ -366,7 +366,7 @@ def test_calibration_is_bounded_and_never_fatal(tmp_path, monkeypatch):
     assert calibration.residuals("cpu: X", ledger) == {}
 
 
-def test_changes_of_ranks_are_recorded_as_the_runs_own_and_told_once():
+def test_changes_of_ranks_are_recorded_as_the_runs_own_and_reported_once():
     """Made by the ranks' ladders, adopted by that of the process that writes the record."""
     said: list[str] = []
     of_rank, of_run = (Ladder(Meter(FakeGauge()), settings={TOKENS: 64}, say=said.append) for _ in range(2))

@@ -148,7 +148,7 @@ def test_live_memory_by_hand():
     assert 12_000 <= memory.peaks["update", "more"] <= 12_100
 
 
-def test_code_that_reads_values_of_a_fake_tensor_is_told():
+def test_code_that_reads_values_of_a_fake_tensor_is_refused():
     with fake_tensors(LiveMemory()), pytest.raises(TypeError, match="reads values"):
         torch.arange(3).numpy()
 

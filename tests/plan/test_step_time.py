@@ -18,7 +18,7 @@ def test_a_forward_pass_is_two_operations_per_parameter_and_token():
     assert forward_flops(arch, 4096, 0, logit_tokens=4096) == pytest.approx(6.2e13, rel=0.001)
 
 
-def test_a_decoding_step_reads_all_weights_but_experts_that_nobody_asked_for():
+def test_a_decoding_step_reads_all_weights_but_experts_without_tokens():
     dense, moe = shape("qwen3-8b"), shape("qwen3-30b-a3b")
     assert weights_read_bytes(dense, 1, 2) == 2 * (8_190_735_360 - 151_936 * 4096)
     one, many = (weights_read_bytes(moe, tokens, 2) for tokens in (1, 4096))

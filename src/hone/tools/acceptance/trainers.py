@@ -298,7 +298,7 @@ def use_of_update(
 def waits_of_update(
     trainer: PolicyTrainer, algorithm: Algorithm, work: PlannedUpdate, tokens: int
 ) -> tuple[int, float]:
-    """How often the host waits in an update with microbatches of so many tokens, and how many they are."""
+    """How often the host waits in an update with microbatches of `tokens` tokens, and how many there are."""
     trainer.passes.tokens_per_microbatch = tokens
     metrics = update(trainer, work.batch, algorithm)  # compiles what these sizes need
     return synchronizations(lambda: update(trainer, work.batch, algorithm)), metrics["train/microbatches"]
