@@ -294,6 +294,38 @@ def test_sleep_wake_and_a_death_in_between():
     virtually(test)
 
 
+def test_sleep_waits_for_a_start_whose_engine_gets_its_weights_on_waking():
+    async def test(fleet):
+        fleet.now("a").die()
+        await fleet.router.generate(request(0))  # finds out
+        await asyncio.sleep(0.2)  # its successor is being started, which takes 5 s
+        assert len(fleet.lives["a"]) == 1
+        await fleet.router.sleep()
+        await asyncio.sleep(0.1)
+        successor = fleet.now("a")
+        assert len(fleet.lives["a"]) == 2 and successor.asleep and fleet.now("b").asleep
+        assert not successor.loads, "the trainer computes now, and sends nothing"
+        await fleet.router.wake()
+        assert not successor.asleep and successor.loads == [0]
+        await asyncio.gather(*(fleet.router.generate(request(i)) for i in range(2)))
+        assert len(successor.requests) == 1
+
+    virtually(test)
+
+
+def test_a_replica_is_started_only_when_the_weights_were_sent():
+    async def test(fleet):
+        await fleet.router.sleep()
+        fleet.now("a").die()
+        loading = asyncio.ensure_future(fleet.router.load([], 1))
+        await asyncio.sleep(0.4)  # `b` loads for 0.5 s
+        assert not fleet.router._replicas.may_start.is_set()
+        await loading
+        assert fleet.router._replicas.may_start.is_set()
+
+    virtually(test)
+
+
 def test_a_replica_that_comes_back_while_the_others_wake_is_awake_in_the_end():
     async def test(fleet, delay):
         await fleet.router.sleep()

@@ -186,6 +186,21 @@ def test_a_step_that_cannot_be_recorded_is_said_once(caplog):
     ]
 
 
+def test_memory_that_runs_out_while_a_step_is_recorded_is_reported_and_recording_is_tried_again():
+    tried = []
+
+    def full(step, inputs):
+        tried.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs, x = StepGraphs(lambda: full), torch.arange(4.0)
+    for _ in range(2):
+        assert torch.equal(graphs.run("here", lambda x: x + 1, (x,)), x + 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.run("here", lambda x: x + 1, (x,))
+    assert len(tried) == 2
+
+
 def faulty(step):
     """Graphs of a step that a stepper must not have, run three times with another number from the host each time."""
     held = torch.zeros(4)

@@ -229,6 +229,10 @@ def test_it_sleeps_wakes_for_weights_and_samples_only_when_all_is_awake(vllm, mo
     vllm.load(models[1], 7)
     with pytest.raises(EngineError, match="asleep"):
         vllm.run(engine.generate(one))
+    vllm.run(engine.sleep())  # its weights alone were awake
+    with pytest.raises(EngineError, match="discarded on sleep"):
+        vllm.run(engine.wake())
+    vllm.load(models[1], 8)
     vllm.run(engine.wake())
     expected = tiny_engines.generate(models[1], [one])
     assert tokens_of(vllm.generate([one])) == tokens_of(expected)

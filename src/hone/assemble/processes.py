@@ -107,7 +107,7 @@ def rank_among_others(spec: ActorSpec, processes: int, seat: Seat) -> Iterator[t
         rank=seat.rank,
         world_size=seat.world_size,
         address=seat.address,
-        timeout_s=cluster.call_timeout_s,
+        timeout_s=2 * cluster.call_timeout_s,  # others wait for one that sends weights, which waits for an engine
     ):
         mesh = make_mesh(
             context.device,

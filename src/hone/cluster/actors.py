@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from hone.cluster.calls import BEAT_S
 from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
-from hone.devices import give_back_memory, peak_bytes, used_and_total_bytes
+from hone.devices import give_back_memory, peak_bytes, synchronize, used_and_total_bytes
 from hone.errors import CheckpointError, EngineError, HoneError
 from hone.memory.ladder import Ladder
 from hone.memory.rungs import Change
@@ -61,13 +61,14 @@ class Vitals:
     """An engine's peak cache use since the last `ping`."""
 
     @classmethod
-    def here(cls) -> Vitals:
+    def here(cls, *, asks_device: bool = True) -> Vitals:
+        """Those of this process. `asks_device`: false while CUDA graphs may be recorded, beside which that may fail."""
         return cls(
             pid=os.getpid(),
             host=socket.gethostname(),
             rss_bytes=psutil.Process().memory_info().rss,
             cuda_peak_bytes=peak_bytes(),
-            device_bytes=used_and_total_bytes(),
+            device_bytes=used_and_total_bytes() if asks_device else None,
         )
 
 
@@ -302,9 +303,12 @@ class _Refreshed:
 
 
 def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Iterate the weights: gathering a sharded one is collective, also for ranks that do not need it."""
+    """Iterate the weights: gathering a sharded one is collective, also for ranks that do not need it.
+
+    One by one: what is far ahead of the rank that needs them would wait in NCCL, whose timeout runs meanwhile.
+    """
     for _ in weights:
-        pass
+        synchronize()
 
 
 SampleNews = tuple[int, Sample | HoneError | None]
@@ -323,7 +327,7 @@ class EngineActor(TakesWeights):
 
     @ray.method(concurrency_group=HEARTBEAT)
     async def ping(self) -> Vitals:
-        vitals = Vitals.here()
+        vitals = Vitals.here(asks_device=self._engine is not None)
         return replace(vitals, cache=self._engine.cache_use()) if isinstance(self._engine, Caching) else vitals
 
     async def build(self, make: MakeEngine, *, timeout_s: float) -> None:

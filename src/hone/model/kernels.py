@@ -12,6 +12,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -116,9 +117,13 @@ def _of_any_length(rows: Tensor | None) -> Tensor | None:
 
 @functools.cache
 def _compiled(function: Callable[..., T]) -> Callable[..., T]:
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, MOST_VARIANTS)
-    return torch.compile(function, fullgraph=True, options=OPTIONS)
+    of_function: dict[str, Any] = {}
+    if "recompile_limit" in signature(torch.compile).parameters:  # from torch 2.13 on
+        of_function["recompile_limit"] = MOST_VARIANTS
+    else:
+        config: Any = torch._dynamo.config  # of this thread alone
+        config.recompile_limit = max(config.recompile_limit, MOST_VARIANTS)
+    return torch.compile(function, fullgraph=True, options=OPTIONS, **of_function)
 
 
 def _twice(x: Tensor) -> Tensor:

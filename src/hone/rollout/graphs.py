@@ -16,9 +16,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from functools import cache
 
 import torch
 from torch import Tensor
+
+from hone.memory.gauges import ran_out_of_memory
 
 log = logging.getLogger("hone.rollout")
 
@@ -32,11 +35,17 @@ Capture = Callable[[Step, Sequence[Tensor]], tuple[Callable[[], None], Tensor]]
 again from what is in the inputs then, and the tensor that it puts the result into."""
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures on a device: cuBLAS keeps a workspace for each stream that it was called on."""
+    return torch.cuda.Stream(device)
+
+
 class CudaCapture:
-    """`Capture` by CUDA's stream capture, on a stream of its own; a new one begins a new pool."""
+    """`Capture` by CUDA's stream capture, on a stream apart; a new one begins a new pool."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Step, inputs: Sequence[Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -107,13 +116,15 @@ class StepGraphs:
             self._graphs.popitem(last=False)
 
     def _record(self, step: Step, inputs: Sequence[Tensor]) -> StepGraph | None:
-        """None where it cannot be done; then it is not tried again."""
+        """None where it cannot be done; then it is not tried again. Raises what says that memory ran out."""
         self._capture = self._capture or self._start()
         try:
             return StepGraph(self._capture, step, inputs)
         except RuntimeError as error:
-            self._works = False
             self.drop()
+            if ran_out_of_memory(error):
+                raise
+            self._works = False
             log.warning(
                 "decoding runs without CUDA graphs, more slowly: recording a step failed with %s: %s. "
                 "Set cluster.engines.enforce_eager=true to not try.",

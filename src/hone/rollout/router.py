@@ -198,7 +198,6 @@ class Router:
             ClusterError: the trainer failed to send them.
         """
         self._offer = _Offer(weights, version)
-        self._replicas.may_start.set()
         deadline = self._now() + self._patience_s
         while True:
             if behind := [instance for instance in self._replicas.up if instance.version != version]:
@@ -206,16 +205,20 @@ class Router:
             elif self._replicas.up:
                 break
             else:
+                self._replicas.may_start.set()
                 await self._wait_for_change(deadline, f"loading the weights of version {version}")
         self.version = version
+        self._replicas.may_start.set()  # not earlier: what senders free of a shared device disturbs a start
         self._replicas.notify()
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`. A replica that is lost now is not restarted before the next `load` or `wake`."""
+        """See `Engine.sleep`. A start in progress is waited for: it measures and takes memory that the trainer is about
+        to use. A replica that is lost now is not restarted before the next `load` or `wake`."""
         if any(instance.drawing for instance in self._replicas.up):
             raise EngineError("the engines cannot sleep while samples are in flight; await or cancel them first.")
         self._awake = False
         self._replicas.may_start.clear()
+        await asyncio.gather(*(replica.settled.wait() for replica in self._replicas.replicas))
         await asyncio.gather(*map(self._put_to_sleep, self._replicas.up))
 
     async def wake(self) -> None:
@@ -223,6 +226,7 @@ class Router:
         self._awake = True
         self._replicas.may_start.set()
         await asyncio.gather(*map(self._wake, self._replicas.up))
+        await asyncio.gather(*map(self._bring_up_to_date, self._replicas.up))  # those that were started to sleep
 
     async def close(self) -> None:
         """See `Engine.close`. All are closed before the first failure is raised, unless they are left to another."""
@@ -386,10 +390,11 @@ class Router:
             await _close(instance.engine)
 
     async def _bring_up_to_date(self, instance: EngineInstance) -> None:
-        """Publish to a replica that was just restarted. If it fails, it is lost again."""
+        """Publish to a replica that was just restarted. If it fails, it is lost again. While the others sleep it is put
+        to sleep without weights: it gets them with the next `load` or `wake`."""
         if not instance.is_late:
             return
-        if (offer := self._offer) is not None:
+        if self._awake and (offer := self._offer) is not None:
             try:
                 await self._publish(instance, is_late=True)
             except ClusterError as failure:

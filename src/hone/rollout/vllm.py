@@ -368,6 +368,7 @@ class VllmEngine:
             return False
         if self._awake:
             self._take_in_flight()
+        if self._awake or self._weights_awake:  # weights alone: they were loaded, and nothing was sampled
             if self._frees_memory:
                 self._llm.sleep(self._settings.sleep_level)
             else:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from hone.devices import kind_of
@@ -60,7 +61,7 @@ class Mesh:
         if heads not in self._rings:
             sequence = self.samples[SEQUENCE].size()
             shape = self.data_parallel, sequence // heads, heads, self.tensor.size() if self.tensor else 1
-            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=(DATA, RING, HEADS, TENSOR))
+            mesh = _divided(self.device, shape, (DATA, RING, HEADS, TENSOR))
             self._rings[heads] = mesh[RING, HEADS]
         return self._rings[heads]
 
@@ -88,9 +89,9 @@ def make_mesh(
         )
     sizes = {REPLICATE: sharded // shard, SHARD: shard, TENSOR: tensor_parallel}
     named = {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
-    states = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
+    states = _divided(device, tuple(named.values()), tuple(named))
     shape = (sharded // sequence_parallel, sequence_parallel, tensor_parallel)
-    samples = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, SEQUENCE, TENSOR))
+    samples = _divided(device, shape, (DATA, SEQUENCE, TENSOR))
     collectives = Collectives()
     if tensor_parallel > 1 or sequence_parallel > 1:
         collectives.never = DIVIDED
@@ -103,6 +104,15 @@ def make_mesh(
         samples=samples[DATA, SEQUENCE],
         collectives=collectives,
     )
+
+
+def _divided(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """`init_device_mesh`, whose groups wait as long as the process group does; on NCCL it would be ten minutes."""
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if device.type in ("cpu", "cuda"):  # gloo and NCCL, of which torch can set it
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(_get_default_group()._get_backend(device).options._timeout, group)
+    return mesh
 
 
 @contextmanager
