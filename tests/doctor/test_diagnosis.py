@@ -383,3 +383,22 @@ def test_alarms_of_a_run_go_to_events_and_end_it_with_a_checkpoint(tmp_path):
 def test_every_rule_is_in_the_reference():
     page = (Path(__file__).parents[2] / "docs" / "reference" / "alarms.md").read_text()
     assert all(f"### `{rule.name}`" in page for rule in RULES)
+
+
+DAMAGED = ("{torn", "[1, 2]", '{"step": 3, "time_s": 1}', '{"stage": "rl", "step": 3, "time_s": 1, "train/loss": "x"}')
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_line_of_metrics_is_left_out_and_said(tmp_path, capsys, line):
+    folder = run_folder(tmp_path / "run", {"rollout/truncated_frac": 0.4})
+    first, *others = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join([first, f"{line}\n", *others]))
+    assert main(["doctor", str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert "1 damaged line was left out (line 2: " in shown and "truncation" in shown
+    main(["doctor", str(folder), "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["broken_lines"]
+    assert found.startswith("line 2: ")
+    assert main(["compare", str(folder)]) == 0
+    assert re.search("damaged lines +1 left out", capsys.readouterr().out)
+    assert "1 damaged line was left out (line 2: " in write_report(folder).read_text()

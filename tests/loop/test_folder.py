@@ -232,8 +232,9 @@ def test_a_look_at_a_running_run(tmp_path):
     with RunFolder.open(tmp_path / "run", run_file=Path("x"), run_yaml="", config={}) as held:
         folder = RunFolder.read(tmp_path / "run")
         assert folder.is_in_use() and folder.last_metrics(1) == []
-        held.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st')
-        assert folder.last_metrics(1) == [{"step": 2}]
+        lines = [{"stage": "rl", "step": step, "time_s": step} for step in (1, 2)]
+        held.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"st')
+        assert folder.last_metrics(1) == lines[1:]
     assert not folder.is_in_use()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from hone.doctor.ranges import healthy_ranges
 from hone.errors import RunFolderError
-from hone.observe.sinks import MetricsFile, TensorBoard, metric_lines, some_metric_lines
+from hone.observe.sinks import MetricsFile, TensorBoard, last_metric_lines, metric_lines, some_metric_lines
 
 
 def lines(path):
@@ -89,6 +89,18 @@ def test_a_long_file_is_read_in_part_and_has_the_same_healthy_ranges(tmp_path):
     ranges = healthy_ranges(metric_lines(path))
     assert healthy_ranges(lines) == ranges
     assert ranges["sft"]["sft/loss"][1] == pytest.approx(1.3 * (1 + sum(1 / n for n in range(5, 21)) / 16), rel=1e-3)
+
+
+def test_damaged_lines_of_a_long_file_are_left_out_and_counted(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"stage": "rl", "step": {step}, "time_s": 1.0, "train/loss": 1.0}}\n' for step in range(1, 5001)]
+    lines[2] = '{"stage": "rl", "step": 3, "ti\n'
+    path.write_text("".join(lines))
+    broken = []
+    found, is_whole = some_metric_lines(path, 50, broken)
+    assert not is_whole and [line["step"] for line in found[:3]] == [1, 2, 4]
+    assert len(broken) == 1 and broken[0].startswith(f"byte {2 * len(lines[0])}: ")
+    assert len(last_metric_lines(path, 2)) == 2
 
 
 READ_BACK = """

@@ -111,6 +111,24 @@ def test_runs_side_by_side(reader):
     assert [run["evaluations"]["eval/accuracy"]["error"] for run in data["runs"]] == pytest.approx([0.0196, 0.0196])
 
 
+@pytest.mark.parametrize("text", ['{"title": "a", "beg', '{"title": "a", "began_unix_s": 1.0, "mood": "good"}', "[]"])
+def test_a_run_that_cannot_be_read_is_listed_with_the_reason(reader, runs, text):
+    (runs / "a" / "logs" / "summary.json").write_text(text)
+    found = {run["name"]: run for run in reader.get("/data/runs").json()["runs"]}
+    assert "summary.json: is torn, or of another version of Hone" in found["a"]["unreadable"]
+    assert found["sub/b"]["step"] == 12
+    answer = reader.get("/data/run?name=a")
+    assert answer.status_code == 404 and "summary.json: is torn" in answer.json()["detail"]
+
+
+def test_a_damaged_line_of_metrics_is_left_out_and_said(reader, runs):
+    with (runs / "a" / "metrics.jsonl").open("a") as lines:
+        lines.write("[]\n")
+    data = reader.get("/data/run?name=a").json()
+    assert data["stages"][0]["steps"]["step"] == list(range(1, 13)) and "1 damaged line" in data["broken"]
+    assert reader.get("/data/runs").json()["runs"][0]["step"] == 12
+
+
 @pytest.mark.parametrize("name", ["../runs/a", "/etc", "sub", "a/logs", "", "nobody"])
 def test_nothing_but_runs_of_the_folder_is_read(reader, name):
     for path in ("/run", "/data/run", "/compare", "/changes"):

@@ -68,6 +68,8 @@ def lines_of(found: RunComparison) -> list[str]:
     shown = [name for name in SHOWN if any(name in run.ends for run in runs)]
     rows += [(name, [number(run.ends[name]) if name in run.ends else "-" for run in runs]) for name in shown]
     rows.append(("first alarm", [run.alarms[0] if run.alarms else "none" for run in runs]))
+    if any(run.broken_lines for run in runs):
+        rows.append(("damaged lines", [f"{len(run.broken_lines)} left out" for run in runs]))
     widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(runs))]
     first = max(len(name) for name, _ in rows)
     return [

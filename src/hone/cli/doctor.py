@@ -13,6 +13,7 @@ import typer
 from hone.cli.arguments import AsJson, examples
 from hone.doctor.failure import RUN_FAILED
 from hone.doctor.walk import RECENT
+from hone.observe.sinks import broken_words
 
 if TYPE_CHECKING:
     from hone.doctor.watch import Alarm
@@ -60,6 +61,7 @@ def doctor(
                     "last_steps": found.last_steps,
                     "alarms": [asdict(alarm) for alarm in found.alarms],
                     "walk": [asdict(one) for one in found.walk],
+                    "broken_lines": list(found.broken_lines),
                 },
                 indent=2,
             )
@@ -87,7 +89,7 @@ def _machine(*, as_json: bool) -> None:
 def lines_of(found: Diagnosis, *, show_all: bool) -> list[str]:
     """Printed lines of a diagnosis."""
     steps = ", ".join(f"{stage} step {step}" for stage, step in found.last_steps.items()) or "no step yet"
-    lines = [f"{found.path}: {steps}; {found.state}"]
+    lines = [f"{found.path}: {steps}; {found.state}", *filter(None, [broken_words(found.broken_lines)])]
     if not found.alarms:
         said = "no alarm" if found.last_steps else "no metrics: logs/training.log says how far it came"
         return [*lines, said, *_walk_lines(found)]

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 
 from hone.doctor.ranges import healthy_ranges
 from hone.doctor.watch import by_importance, watch_lines
+from hone.errors import RunFolderError
 from hone.observe.events import FILE, events_of
 from hone.observe.metrics import PHASES, find_metric
 from hone.observe.page import page
 from hone.observe.recorder import GroupRewards, RecordedSample, is_whole, read_samples, recorded_steps, samples_file
-from hone.observe.sinks import some_metric_lines
+from hone.observe.sinks import broken_words, some_metric_lines
 from hone.observe.thumbnails import read_thumbnails
 from hone.observe.trackers import Labels
 from hone.runtime.files import set_aside, write_whole
@@ -83,8 +84,8 @@ class RunSummary:
         if resume and (folder / SUMMARY).exists():
             try:
                 summary.began_unix_s = cls.read(folder).began_unix_s
-            except (ValueError, TypeError) as error:
-                warn(set_aside(folder, folder / SUMMARY, f"is torn ({error})"))
+            except RunFolderError as error:
+                warn(set_aside(folder, folder / SUMMARY, f"is torn ({error.__cause__})"))
         summary._write(folder)
         return summary
 
@@ -94,8 +95,15 @@ class RunSummary:
 
     @classmethod
     def read(cls, folder: Path) -> RunSummary:
+        """Of a run; an empty one where there is none. Raises RunFolderError for a damaged one."""
         path = folder / SUMMARY
-        return cls(**json.loads(path.read_text())) if path.exists() else cls(title=folder.name, began_unix_s=0.0)
+        try:
+            return cls(**json.loads(path.read_text())) if path.exists() else cls(title=folder.name, began_unix_s=0.0)
+        except (ValueError, TypeError) as error:
+            raise RunFolderError(
+                f"{path}: is torn, or of another version of Hone ({error}). Restore it, or move it away: the run can "
+                "be read without it."
+            ) from error
 
     def _write(self, folder: Path) -> None:
         write_whole(folder / SUMMARY, json.dumps(asdict(self), indent=1))
@@ -136,7 +144,8 @@ def report_data(
     """
     samples = choose_samples(run_folder)
     metrics = run_folder / "metrics.jsonl"
-    lines, has_every_line = some_metric_lines(metrics, max_lines)
+    broken = list[str]()
+    lines, has_every_line = some_metric_lines(metrics, max_lines, broken)
     data = {
         "summary": asdict(RunSummary.read(run_folder)),
         "config": _text(run_folder / "run.yaml"),
@@ -154,7 +163,7 @@ def report_data(
         data["alarms"] = [asdict(alarm) for alarm in by_importance(watch.alarms)]
     else:
         data["alarms"] = alarms_of_events(run_folder)
-    data["has_every_line"] = has_every_line
+    data["has_every_line"], data["broken"] = has_every_line, broken_words(broken)
     data["healthy"] = healthy_ranges(lines)
     events = events_of(run_folder / FILE, MARKING, before="training")
     marks = marks_of_events(events)

@@ -14,9 +14,11 @@ import math
 import mmap
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from hone.doctor.ranges import BASELINE_LINES
@@ -68,6 +70,10 @@ def _cell(value: str | float | None) -> str:
 
 _START_BYTES = 64 << 10
 """Of metrics.jsonl, which its length in lines is estimated from."""
+_NUMBERS = (int, float, NoneType)
+"""Types of values of a line: null is a value that was not finite."""
+_LINE_BYTES = 16 << 10
+"""Upper bound of the bytes of a line of metrics."""
 
 
 class MetricsFile:
@@ -114,35 +120,76 @@ class MetricsFile:
         self._file.close()
 
 
-def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; a kill may have torn the last one."""
-    return map(json.loads, whole_lines(path))
+def metric_lines(path: Path, broken: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The whole lines of metrics.jsonl; a kill may have torn the last one. Damaged ones are left out.
+
+    Args:
+        broken: takes where each damaged line is, and what is wrong with it; `broken_words` puts it in a sentence.
+    """
+    for number, text in enumerate(whole_lines(path), 1):
+        yield from _intact(text, f"line {number}", broken)
 
 
-def some_metric_lines(path: Path, most: int | None) -> tuple[list[dict[str, Any]], bool]:
+def last_metric_lines(path: Path, count: int) -> list[dict[str, Any]]:
+    """The last whole lines of metrics.jsonl, at most `count`. Damaged ones are left out."""
+    texts = deque(whole_lines(path, last_bytes=count * _LINE_BYTES), maxlen=count)
+    return [line for text in texts for line in _intact(text, "", None)]
+
+
+def broken_words(broken: Sequence[str]) -> str:
+    """A sentence about damaged lines of metrics.jsonl; empty where there are none."""
+    if not broken:
+        return ""
+    count = "1 damaged line was" if len(broken) == 1 else f"{len(broken)} damaged lines were"
+    return f"metrics.jsonl: {count} left out ({broken[0]}). Restore the file if there is a copy of it."
+
+
+def _intact(text: bytes, where: str, broken: list[str] | None) -> Iterator[dict[str, Any]]:
+    """The line of metrics that a text is; none where it is damaged."""
+    try:
+        line = json.loads(text)
+        if not isinstance(line, dict):
+            raise ValueError("not a JSON object")
+        if type(line.get("stage")) is not str or type(line.get("step")) is not int or line.get("time_s") is None:
+            raise ValueError("stage, step or time_s is missing")
+        if wrong := [name for name, value in line.items() if type(value) not in _NUMBERS and name != "stage"]:
+            raise ValueError(f"{wrong[0]} is not a number")
+    except ValueError as error:
+        if broken is not None and (found := f"{where}: {error}") not in broken:
+            broken.append(found)
+    else:
+        yield line
+
+
+def some_metric_lines(
+    path: Path, most: int | None, broken: list[str] | None = None
+) -> tuple[list[dict[str, Any]], bool]:
     """Lines of metrics.jsonl, and whether they are all.
 
     Args:
         most: of a file with more lines than this, this number is read, evenly spaced, besides the first ones of each
             stage, which baselines are made of, and each that has an evaluation. None: all.
+        broken: see `metric_lines`; of the lines that are read.
     """
     with mapped(path) as text:
         start = text[:_START_BYTES]
         if most is None or len(text) * start.count(b"\n") <= most * len(start):
-            return list(metric_lines(path)), True
+            return list(metric_lines(path, broken)), True
         evaluated = (text.rfind(b"\n", 0, place) + 1 for place in _places(text, b'"eval/'))
         places = {text.rfind(b"\n", 0, len(text) * number // most) + 1 for number in range(most)} | set(evaluated)
-        lines = dict(_lines_at(text, places))
+        lines = dict(_lines_at(text, places, broken))
         for stage in {line["stage"] for line in lines.values()}:
-            lines |= _lines_at(text, _first_places(text, stage))
+            lines |= _lines_at(text, _first_places(text, stage), broken)
         return [lines[place] for place in sorted(lines)], False
 
 
-def _lines_at(text: mmap.mmap | bytes, places: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines_at(
+    text: mmap.mmap | bytes, places: Iterable[int], broken: list[str] | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """The lines that begin at these places, but for one without an end."""
     for place in places:
         if (end := text.find(b"\n", place)) > place:
-            yield place, json.loads(text[place:end])
+            yield from ((place, line) for line in _intact(text[place:end], f"byte {place}", broken))
 
 
 def _first_places(text: mmap.mmap | bytes, stage: str) -> Iterator[int]:

@@ -53,6 +53,8 @@ class ComparedRun:
     the last value's 95 % confidence interval, where it was logged."""
     alarms: tuple[str, ...] = ()
     """`name: cause`, the one to look at first in front."""
+    broken_lines: tuple[str, ...] = ()
+    """Damaged lines of the metrics, which were left out: where, and what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,8 @@ def curves_of(folder: RunFolder, max_lines: int | None) -> list[dict[str, Any]]:
 def _read(folder: RunFolder, max_lines: int | None) -> ComparedRun:
     settings = folder.identity()
     run, watch, recent = ComparedRun(str(folder.path)), AlarmWatch(settings), dict[str, list[float]]()
-    lines, has_every_line = some_metric_lines(folder.metrics, max_lines)
+    broken = list[str]()
+    lines, has_every_line = some_metric_lines(folder.metrics, max_lines, broken)
     for line in lines if has_every_line else [*lines, *folder.last_metrics(LAST)]:
         if has_every_line:
             watch.add(line)
@@ -140,6 +143,7 @@ def _read(folder: RunFolder, max_lines: int | None) -> ComparedRun:
                 del recent[name][:-LAST]
     if error := run.evaluations.pop(f"{ACCURACY}_se", None):
         run.evaluations[ACCURACY]["error"] = Z_95 * error["last"]
+    run.broken_lines = tuple(broken)
     run.ends = {name: sum(values) / len(values) for name, values in recent.items()}
     run.samples = run.steps.get("rl", 0) * _number(settings, "train", "prompts_per_step")
     run.samples *= _number(settings, "rollout", "group_size")

@@ -18,7 +18,6 @@ import shlex
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,8 @@ from hone.config.render import flattened
 from hone.config.run import ServiceSection
 from hone.errors import RunFolderError
 from hone.observe.events import read_events
-from hone.runtime.files import ASIDE, make_folder, set_aside, whole_lines, write_whole
+from hone.observe.sinks import last_metric_lines
+from hone.runtime.files import ASIDE, make_folder, set_aside, write_whole
 from hone.runtime.processes import own_command
 
 SAME_NUMBERS = (
@@ -66,8 +66,6 @@ SAME_NUMBERS = (
 seen of it, or how much memory it takes, never what an update computes (beyond the rounding of float sums)."""
 
 _IDENTITY, _LOCK = ".identity.json", ".lock"
-_LINE_BYTES = 16 << 10
-"""Upper bound of the bytes of a line of metrics."""
 
 
 class RunFolder:
@@ -256,8 +254,7 @@ class RunFolder:
 
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """The last whole lines of metrics.jsonl, at most `count`."""
-        lines = deque(whole_lines(self.metrics, last_bytes=count * _LINE_BYTES), maxlen=count)
-        return [json.loads(line) for line in lines]
+        return last_metric_lines(self.metrics, count)
 
     def _read_identity(self) -> dict[str, Any]:
         """The run file and the resolved configuration that the run was last started with.

@@ -191,6 +191,8 @@ class Diagnosis:
     """Most important first (`doctor.watch.by_importance`)."""
     walk: tuple[WalkAnswer, ...] = ()
     """Questions to go through if it does not learn, in order."""
+    broken_lines: tuple[str, ...] = ()
+    """Damaged lines of the metrics, which were left out: where, and what is wrong."""
 
 
 def diagnose(path: Path) -> Diagnosis:
@@ -201,8 +203,8 @@ def diagnose(path: Path) -> Diagnosis:
     """
     folder = RunFolder.read(path)
     settings, last_steps = folder.identity(), {}
-    watch = AlarmWatch(settings)
-    for line in metric_lines(folder.metrics):
+    watch, broken = AlarmWatch(settings), list[str]()
+    for line in metric_lines(folder.metrics, broken):
         watch.add(line)
         last_steps[line["stage"]] = line["step"]
     status = read_status(folder)
@@ -212,4 +214,4 @@ def diagnose(path: Path) -> Diagnosis:
         stage = status.stage or "start"
         alarms.insert(0, failure_alarm(status.why, stage=stage, step=last_steps.get(stage, 0) + 1))
     answers = walk(settings, metric_lines(folder.metrics))
-    return Diagnosis(path, state, last_steps, tuple(alarms), answers)
+    return Diagnosis(path, state, last_steps, tuple(alarms), answers, tuple(broken))

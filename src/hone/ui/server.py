@@ -288,6 +288,14 @@ class Runs:
         return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
 
     def _entry(self, name: str) -> dict[str, Any]:
+        """A row of the list. A run that cannot be read has a reason instead, and the others are shown all the same."""
+        try:
+            return self._read_entry(name)
+        except Exception as error:  # boundary: files of any age, damaged ones too
+            why = str(error) if isinstance(error, RunFolderError) else f"{type(error).__name__}: {error}"
+            return {"name": name, "unreadable": why, "changed_unix_s": _changed_s(self.folder / name)}
+
+    def _read_entry(self, name: str) -> dict[str, Any]:
         path = self.folder / name
         folder = RunFolder.read(path)
         status = read_status(folder)

@@ -28,6 +28,7 @@ function drawTables() {
     ...names.map(name => [name, ...data.runs.map(run => evaluation(run.evaluations[name]))]),
     ...ends.map(name => [name, ...data.runs.map(run => number(run.ends[name]))]),
     ["first alarm", ...data.runs.map(run => run.alarms[0] || "none")],
+    ...(data.runs.some(run => run.broken_lines.length) ? [["damaged lines", ...data.runs.map(run => `${run.broken_lines.length} left out`)]] : []),
   ]);
   const keys = Object.entries(data.settings);
   if (keys.length) table("differing", keys.map(([key, values]) => [key, ...values.map(value)]));

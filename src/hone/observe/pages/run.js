@@ -2,10 +2,11 @@
 
 
 function drawAlarms() {
+  byId("alarms").innerHTML = data.broken ? `<p class="note">${esc(data.broken)}</p>` : "";
   if (!data.alarms.length) return;
   const [first, ...rest] = data.alarms;
   const row = (name, text) => `<dt class="soft">${esc(name)}</dt><dd>${esc(text)}</dd>`;
-  byId("alarms").innerHTML = `<h2>First abnormal: ${esc(first.metric)}, ${esc(first.stage)} ${esc(alarmSteps(first))}</h2><div class="card"><dl>` +
+  byId("alarms").innerHTML += `<h2>First abnormal: ${esc(first.metric)}, ${esc(first.stage)} ${esc(alarmSteps(first))}</h2><div class="card"><dl>` +
     row("alarm", `${first.name} (${first.level}): ${first.pattern}`) + row("evidence", first.evidence.join("; ")) + row("likely cause", first.what) +
     row("change", first.change) + row("to confirm", first.confirm) + row("limit from", first.source) + `</dl></div>` +
     (rest.length ? `<details><summary class="soft">${counted(rest.length, "more alarm")}</summary><ul>${rest.map(a => `<li>${esc(a.stage)}: ${alarmLine(a)}</li>`).join("")}</ul></details>` : "");

@@ -6,15 +6,24 @@ const stateOf = run => run.running ? "running" : run.outcome || "not running";
 // What the run file calls the run, where that is not the folder's name; its group and tags.
 const labelsOf = run => [run.name.split("/").pop() === run.title || run.name === "." ? "" : run.title, run.group, ...run.tags].filter(Boolean);
 
+// What the search looks in.
+const wordsOf = run => run.unreadable ? `${run.name} unreadable` : `${run.name} ${labelsOf(run).join(" ")} ${stateOf(run)} ${run.alarms.join(" ")}`;
+
 function runRow(run) {
-  const row = element("tr"), share = run.steps ? Math.min(1, run.step / run.steps) : 0;
+  const row = element("tr");
+  const changed = `<td class="soft optional">${new Date(run.changed_unix_s * 1000).toLocaleString()}</td>`;
+  if (run.unreadable) {
+    row.innerHTML = `<td></td><td>${esc(run.name === "." ? data.folder : run.name)}</td><td class="neg">unreadable</td><td colspan="4">${esc(run.unreadable)}</td>${changed}`;
+    return row;
+  }
+  const share = run.steps ? Math.min(1, run.step / run.steps) : 0;
   const metrics = Object.entries(run.metrics).map(([name, value]) => `${esc(name)} <b>${number(value)}</b>`).join(" · ");
   row.innerHTML = `<td><input type="checkbox" id="pick-${esc(run.name)}" value="${esc(run.name)}" aria-label="Compare ${esc(run.name)}"></td>
     <td><a href="/run?name=${encodeURIComponent(run.name)}">${esc(run.name === "." ? data.folder : run.name)}</a> <span class="soft">${esc(labelsOf(run).join(" · "))}</span></td>
     <td class="${run.running ? "pos" : "soft"}">${esc(stateOf(run))}</td>
     <td>${run.stage ? `${esc(run.stage)} ${run.step}${run.steps ? ` of ${run.steps}` : ""}<div class="bar"><i style="width:${100 * share}%"></i></div>` : "–"}</td>
     <td class="eta">${run.running && run.eta_s !== null ? duration(run.eta_s) : ""}</td><td>${metrics}</td>
-    <td class="neg">${esc(run.alarms.join(", "))}</td><td class="soft optional">${new Date(run.changed_unix_s * 1000).toLocaleString()}</td>`;
+    <td class="neg">${esc(run.alarms.join(", "))}</td>${changed}`;
   return row;
 }
 
@@ -22,7 +31,7 @@ const picked = () => [...document.querySelectorAll("#runs input:checked")].map(b
 
 function fillRuns() {
   const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean), keep = picked();
-  const found = data.runs.filter(run => words.every(word => `${run.name} ${labelsOf(run).join(" ")} ${stateOf(run)} ${run.alarms.join(" ")}`.toLowerCase().includes(word)));
+  const found = data.runs.filter(run => words.every(word => wordsOf(run).toLowerCase().includes(word)));
   byId("runs").replaceChildren(...found.map(runRow));
   document.querySelectorAll("#runs input").forEach(box => { box.checked = keep.includes(box.value); box.addEventListener("input", tellPicked); });
   byId("found").textContent = `${found.length} of ${data.runs.length} runs`;
