@@ -18,7 +18,7 @@ from hone.doctor.walk import WALK, walk
 from hone.doctor.watch import watch_lines
 from hone.errors import ConfigError, RewardError, StoppedByAlarm
 from hone.observe.events import read_events
-from hone.observe.report import write_report
+from hone.observe.report import report_data, write_report
 from hone.run.status import diagnose
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))
@@ -79,13 +79,23 @@ def test_the_error_that_ended_a_run_comes_first(tmp_path, capsys, why, cause):
         {"at": 1.0, "kind": "stage", "stage": "rl", "steps": 40},
         {"at": 2.0, "kind": "stopped", "outcome": "failed", "why": why},
     ]
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    texts = [json.dumps(event, separators=(",", ":")) for event in events]
+    (folder / "events.jsonl").write_text("".join(f"{text}\n" for text in texts))
     assert [(a.name, a.cause, a.since) for a in diagnose(folder).alarms][:2] == [
         ("run_failed", cause, 21),
         ("update_too_large", "learning_rate_too_high", 1),
     ]
     assert main(["doctor", str(folder)]) == 1
     assert "first abnormal  error in rl step 21  [liveness: run_failed]" in capsys.readouterr().out
+    assert main(["compare", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search("state +failed", shown) and re.search(f"first alarm +run_failed: {cause}", shown)
+    alarm, *_ = report_data(folder)["alarms"]
+    assert (alarm["name"], alarm["stage"], alarm["since"]) == ("run_failed", "rl", 21) and alarm["evidence"] == (why,)
+    assert "run_failed" not in [alarm["name"] for alarm in report_data(folder, running=True)["alarms"]]
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(f"{texts[0]}\n")
+    assert [alarm["name"] for alarm in report_data(folder)["alarms"]] == ["update_too_large"], "resumed"
 
 
 @pytest.mark.slow("begins a run")
@@ -297,8 +307,24 @@ def test_a_healthy_run_has_no_alarm_and_exit_code_0(tmp_path, capsys):
     assert "\nno alarm\n" in capsys.readouterr().out
 
 
-def test_advice_alone_is_no_failure(tmp_path):
-    assert main(["doctor", str(run_folder(tmp_path / "run", {"time/reward_s": 3.0, "time/step_s": 4.0}))]) == 0
+def test_advice_alone_is_no_failure_and_no_alarm(tmp_path, capsys):
+    values = {"time/reward_s": 3.0, "time/step_s": 4.0, "rollout/pass_rate": 0.5}
+    folder = run_folder(tmp_path / "run", values)
+    assert main(["doctor", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "\nno alarm\n" in shown and "\nadvice          time/reward_s since" in shown
+    assert "first abnormal" not in shown and "If it does not learn" in shown
+    assert main(["compare", str(folder)]) == 0
+    assert re.search("first alarm +none", capsys.readouterr().out)
+
+
+def test_an_alarm_that_ended_is_shown_as_ended_and_counts(tmp_path, capsys):
+    folder = run_folder(tmp_path / "run", {"rollout/truncated_frac": 0.4})
+    with (folder / "metrics.jsonl").open("a") as file:
+        lines = [{"stage": "rl", "step": n, "time_s": n, "rollout/truncated_frac": 0.0} for n in range(21, 60)]
+        file.write("\n" + "".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["doctor", str(folder)]) == 1
+    assert re.search(r"first abnormal  rollout/truncated_frac in rl steps 1 to \d+, ended", capsys.readouterr().out)
 
 
 def test_no_run_no_metrics(tmp_path, capsys):
@@ -327,9 +353,9 @@ def test_a_stop_on_that_is_no_alarm_is_refused(tmp_path):
 
 def test_live_alarms_are_said_recorded_and_stop_the_run():
     """An alarm that a resumed run has already is not reported again; the next one named in stop_on ends it."""
-    said, recorded, followed = [], [], []
+    warned, recorded, followed = [], [], []
     observer: Any = SimpleNamespace(
-        say=said.append,
+        warn=warned.append,
         event=lambda kind, **fields: recorded.append((kind, fields)),
         follow=lambda *calls: followed.append(calls),
     )
@@ -338,16 +364,33 @@ def test_live_alarms_are_said_recorded_and_stop_the_run():
     saved = json.loads(json.dumps(before.state()))
     live = LiveAlarms(SETTINGS, observer, saved=saved, stop_on=["truncation", "rewards_fail"], stop=stop)
     ((take, state),) = followed
-    assert json.dumps(state()) == json.dumps(before.state()) and not said and not recorded and not stop.is_set()
+    assert json.dumps(state()) == json.dumps(before.state()) and not warned and not recorded and not stop.is_set()
     for step in range(21, 26):
         take({"stage": "rl", "step": step, "rollout/truncated_frac": 0.0, "reward/exact_fault_frac": 0.5})
     assert stop.is_set() and live.stopped("resume it").exit_code == 6
     assert str(live.stopped("resume it")).startswith("stopped by alarm rewards_fail: ")
-    assert recorded == [
-        ("alarm", {"name": "rewards_fail", "stage": "rl", "step": 23, "since": 21, "cause": "reward_code_fails"}),
-        ("alarm_ended", {"name": "truncation", "stage": "rl", "step": 25}),
-    ]
-    assert said[0].startswith("alarm rewards_fail since rl step 21: ") and len(said) == 3
+    (_, began), ended = recorded
+    names = ("name", "level", "stage", "step", "since", "metric", "cause")
+    assert [began[name] for name in names] == [
+        "rewards_fail", "liveness", "rl", 23, 21, "reward/exact_fault_frac", "reward_code_fails"
+    ]  # fmt: skip
+    assert ended == ("alarm_ended", {"name": "truncation", "stage": "rl", "step": 25})
+    assert warned[0].startswith("alarm rewards_fail since rl step 21: ") and len(warned) == 3
+
+
+def test_live_advice_is_called_advice_and_is_no_warning():
+    """A quiet console shows warnings alone."""
+    said, recorded, followed = [], [], []
+    observer: Any = SimpleNamespace(
+        say=said.append,
+        event=lambda kind, **fields: recorded.append((kind, fields)),
+        follow=lambda *calls: followed.append(calls),
+    )
+    LiveAlarms(SETTINGS, observer, saved={}, stop_on=[], stop=asyncio.Event())
+    for step in range(1, 40):
+        followed[0][0]({"stage": "rl", "step": step, "time/reward_s": 3.0 * (step < 20), "time/step_s": 4.0})
+    assert said[0].startswith("advice rewards_slow since rl step") and said[1].startswith("advice rewards_slow ended")
+    assert [kind for kind, _ in recorded] == ["alarm", "alarm_ended"] and recorded[0][1]["level"] == "tuning"
 
 
 @pytest.mark.slow("trains a run and resumes it")

@@ -3,13 +3,15 @@
 import asyncio
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 from written_runs import write_run
 
-from hone.observe.report import MAX_LINES
+from hone.doctor.watch import watch_lines
+from hone.observe.report import MAX_LINES, alarms_of_events
 from hone.serve.http import HttpSettings, Lifecycle
 from hone.services.state import TOKEN_FILE, ServiceState, own_supervision, write_state, write_token
 from hone.ui.server import Runs, _changes, ui_app
@@ -138,21 +140,47 @@ def test_nothing_but_runs_of_the_folder_is_read(reader, name):
 
 def test_a_long_run_is_read_in_part_with_every_evaluation(tmp_path):
     observer = write_run(tmp_path / "runs" / "long", steps=1)
+    found = watch_lines({}, [{"stage": "rl", "step": s, "rollout/truncated_frac": 0.4} for s in range(1, 9)]).alarms
+    (alarm,) = [asdict(alarm) for alarm in found]
+    advice = alarm | {"name": "rewards_slow", "level": "tuning", "metric": "time/reward_s", "since": 1, "step": 2}
+    for one in (advice, alarm):
+        observer.event("alarm", **{name: value for name, value in one.items() if name != "ended"})
+    observer.event("alarm_ended", name=advice["name"], stage="rl", step=90_000)
     observer.close("finished")
     with (tmp_path / "runs" / "long" / "metrics.jsonl").open("w") as lines:
         for step in range(1, 100_001):
             lines.write(f'{{"stage": "rl", "step": {step}, "time_s": {step}.0, "rollout/reward_mean": {step / 1e5}}}\n')
             if step % 10_000 == 0:
                 lines.write(f'{{"stage": "rl", "step": {step}, "time_s": {step}.0, "eval/accuracy": {step / 1e5}}}\n')
-    (stage,) = Runs(tmp_path / "runs").run("long")["stages"]
+    data = json.loads(json.dumps(Runs(tmp_path / "runs").run("long")))
+    assert data["alarms"] == json.loads(json.dumps([alarm, advice | {"ended": 90_000}]))
+    (entry,) = Runs(tmp_path / "runs").list()["runs"]
+    assert (entry["alarms"], entry["advice"]) == (["truncation"], [])
+    (stage,) = data["stages"]
     steps = stage["steps"]["step"]
     assert stage["steps"]["count"] <= 2 * MAX_LINES and len(steps) <= 1000
     assert steps[0] < 100 and steps[-1] > 99_900
     assert stage["steps"]["values"]["rollout/reward_mean"] == pytest.approx([step / 1e5 for step in steps], rel=1e-3)
     assert stage["evals"]["step"] == list(range(10_000, 100_001, 10_000))
     (run,) = Runs(tmp_path / "runs").comparison(["long"])["runs"]
+    assert [text.partition(":")[0] for text in (*run["alarms"], *run["advice"])] == ["truncation", "rewards_slow"]
     assert run["steps"] == {"rl": 100_000} and run["ends"]["rollout/reward_mean"] == pytest.approx(0.99995, abs=1e-4)
     assert run["stages"][0]["steps"]["values"]["x/samples"][-1] == pytest.approx(4 * steps[-1], rel=1e-3)
+
+
+def test_an_alarm_that_a_resumed_run_reports_again_and_one_of_an_older_version(tmp_path):
+    """Reported at step 9 and ended, then again from the checkpoint of step 5; a new one begins at step 30."""
+    alarm = {"kind": "alarm", "name": "truncation", "stage": "rl", "cause": "no_end_token"}
+    ended = {"kind": "alarm_ended", "name": "truncation", "stage": "rl"}
+    events = [alarm | {"step": 9, "since": 7}, ended | {"step": 12}, alarm | {"step": 9, "since": 7}]
+    events += [ended | {"step": 13}, alarm | {"step": 32, "since": 30}]
+    (tmp_path / "events.jsonl").write_text(
+        "".join(json.dumps({"at": 1.0, **event}, separators=(",", ":")) + "\n" for event in events)
+    )
+    assert [(a.since, a.ended, a.what) for a in alarms_of_events(tmp_path)] == [
+        (7, 13, "no_end_token"),
+        (30, None, "no_end_token"),
+    ]
 
 
 def test_a_folder_without_runs_and_one_that_is_a_run(tmp_path, runs):

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,15 +74,15 @@ class LiveAlarms:
 
     def _take(self, line: Mapping[str, Any]) -> None:
         for alarm in self._watch.add(line):
-            where = {"name": alarm.name, "stage": alarm.stage}
+            tell = self._observer.say if alarm.is_advice else self._observer.warn
             if alarm.ended is not None:
-                self._observer.say(f"alarm {alarm.name} ended at {alarm.stage} step {alarm.ended}")
-                self._observer.event("alarm_ended", **where, step=alarm.ended)
+                tell(f"{alarm.title} ended at {alarm.stage} step {alarm.ended}")
+                self._observer.event("alarm_ended", name=alarm.name, stage=alarm.stage, step=alarm.ended)
                 continue
-            self._observer.say(alarm.line)
-            self._observer.event("alarm", **where, step=alarm.step, since=alarm.since, cause=alarm.cause)
+            tell(alarm.line)
+            self._observer.event("alarm", **{name: v for name, v in asdict(alarm).items() if name != "ended"})
             if alarm.name in self._stop_on and not self._stop.is_set():
-                self._observer.say(f"stopping because of alarm {alarm.name} (observe.stop_on)")
+                self._observer.warn(f"stopping because of alarm {alarm.name} (observe.stop_on)")
                 self._stopped_by = alarm
                 self._stop.set()
 

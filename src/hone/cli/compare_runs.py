@@ -55,13 +55,14 @@ def lines_of(found: RunComparison) -> list[str]:
 
     runs = found.runs
     rows: list[tuple[str, list[str]]] = [("run", [run.name for run in runs])]
+    rows.append(("state", [_cut(run.state) for run in runs]))
     rows.append(("steps", [", ".join(f"{stage} {step}" for stage, step in run.steps.items()) or "-" for run in runs]))
     rows.append(("samples", [f"{run.samples:,}" for run in runs]))
     rows.append(("time", [duration(run.time_s) for run in runs]))
     rows.append(("", [""] * len(runs)))
     for key, values in found.settings.items():
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        rows.append((key, [text if len(text) <= 40 else f"{text[:37]}..." for text in texts]))
+        rows.append((key, [_cut(text) for text in texts]))
     rows.append(("", [""] * len(runs)))
     names = dict.fromkeys(name for run in runs for name in run.evaluations)
     rows += [(name, [_evaluation(run.evaluations.get(name)) for run in runs]) for name in names]
@@ -76,6 +77,10 @@ def lines_of(found: RunComparison) -> list[str]:
         f"{name:<{first}}  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
         for name, cells in rows
     ]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _evaluation(found: dict[str, float] | None) -> str:

@@ -36,7 +36,9 @@ def doctor(
     show_all: Annotated[
         bool,
         typer.Option(
-            "--all", help="Every alarm, with those that ended, and the walk through a run that does not learn."
+            "--all",
+            help="Show every alarm in full, and the walk through a run that does not learn. Without: the first alarm, "
+            "the names of the others, and the walk where there is no alarm.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -44,7 +46,7 @@ def doctor(
     """Say what is wrong with a run: the first abnormal metric, the likely cause, and what to change.
 
     Without a run: what a run on this machine would trip over. Exit code 0: no alarm (or advice alone) and no problem,
-    1: an alarm or a problem.
+    1: an alarm or a problem. An alarm that has ended is still one of the run: it is shown as ended, and counts.
     """
     if run_dir is None:
         _machine(as_json=as_json)
@@ -69,7 +71,7 @@ def doctor(
     else:
         for line in lines_of(found, show_all=show_all):
             typer.echo(line)
-    if any(alarm.level != "tuning" for alarm in found.alarms):
+    if any(not alarm.is_advice for alarm in found.alarms):
         raise typer.Exit(1)
 
 
@@ -90,16 +92,17 @@ def lines_of(found: Diagnosis, *, show_all: bool) -> list[str]:
     """Printed lines of a diagnosis."""
     steps = ", ".join(f"{stage} step {step}" for stage, step in found.last_steps.items()) or "no step yet"
     lines = [f"{found.path}: {steps}; {found.state}", *filter(None, [broken_words(found.broken_lines)])]
-    if not found.alarms:
-        said = "no alarm" if found.last_steps else "no metrics: logs/training.log says how far it came"
-        return [*lines, said, *_walk_lines(found)]
+    has_alarm = any(not alarm.is_advice for alarm in found.alarms)
+    if not has_alarm:
+        lines.append("no alarm" if found.last_steps else "no metrics: logs/training.log says how far it came")
     shown = found.alarms if show_all else found.alarms[:1]
     for number, alarm in enumerate(shown):
-        lines += ["", *_alarm_lines(alarm, "first abnormal" if number == 0 else "then")]
+        title = "advice" if alarm.is_advice else "first abnormal" if number == 0 else "then"
+        lines += ["", *_alarm_lines(alarm, title)]
     if left := found.alarms[len(shown) :]:
-        names = ", ".join(f"{alarm.name} (step {alarm.since})" for alarm in left)
+        names = ", ".join(f"{alarm.name} ({_steps(alarm)})" for alarm in left)
         lines += ["", f"{len(left)} more, --all shows them: {names}"]
-    return [*lines, *_walk_lines(found)] if show_all else lines
+    return [*lines, *_walk_lines(found)] if show_all or not has_alarm else lines
 
 
 def _walk_lines(found: Diagnosis) -> list[str]:
@@ -114,11 +117,18 @@ def _walk_lines(found: Diagnosis) -> list[str]:
     return ["", f"If it does not learn, in this order (means of the last {RECENT} steps):", *rows]
 
 
+def _steps(alarm: Alarm) -> str:
+    """Where it is, within a stage."""
+    return f"step {alarm.since}" if alarm.ended is None else f"steps {alarm.since} to {alarm.ended}, ended"
+
+
 def _alarm_lines(alarm: Alarm, title: str) -> list[str]:
-    end = f" to {alarm.ended}" if alarm.ended is not None else ""
-    since = "in" if alarm.name == RUN_FAILED else "since"
+    if alarm.ended is not None:
+        when = f"in {alarm.stage} {_steps(alarm)}"
+    else:
+        when = f"{'in' if alarm.name == RUN_FAILED else 'since'} {alarm.stage} {_steps(alarm)}"
     rows = [
-        (title, f"{alarm.metric} {since} {alarm.stage} step {alarm.since}{end}  [{alarm.level}: {alarm.name}]"),
+        (title, f"{alarm.metric} {when}  [{alarm.level}: {alarm.name}]"),
         ("pattern", alarm.pattern),
         *(("evidence" if i == 0 else "", text) for i, text in enumerate(alarm.evidence)),
         ("likely cause", f"{alarm.cause}: {alarm.what}"),

@@ -44,10 +44,20 @@ class Alarm:
     """Step at which it ended; None while it is active."""
 
     @property
+    def is_advice(self) -> bool:
+        """Whether it is advice on tuning, which is not an alarm."""
+        return self.level == "tuning"
+
+    @property
+    def title(self) -> str:
+        """What console and log call it."""
+        return f"{'advice' if self.is_advice else 'alarm'} {self.name}"
+
+    @property
     def line(self) -> str:
         """One line for console and log."""
         return (
-            f"alarm {self.name} since {self.stage} step {self.since}: {self.pattern} ({self.evidence[0]}). "
+            f"{self.title} since {self.stage} step {self.since}: {self.pattern} ({self.evidence[0]}). "
             f"Likely cause: {self.what} Change: {self.change}"
         )
 

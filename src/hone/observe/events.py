@@ -54,8 +54,9 @@ KINDS: dict[str, str] = {
     "replica_state": "An engine or reward model changed its state (replica, state).",
     "trainer_up": "The trainer is running (ranks, pids by name).",
     "trainer_down": "A rank of the trainer died or hung (why).",
-    "alarm": "An alarm began (name, stage, step, since, cause); `hone doctor` has the evidence.",
-    "alarm_ended": "An alarm ended (name, stage, step).",
+    "alarm": "An alarm began, or advice where `level` is tuning (name, level, stage, step, since, metric, pattern, "
+    "cause, what, evidence, change, confirm, source).",
+    "alarm_ended": "An alarm or advice ended (name, stage, step).",
     "stopped": "The process ended: the run finished, was stopped, or failed (outcome, why: the error).",
     "gap": "Records are missing; of events, those between the previous line and this one (what, why).",
 }

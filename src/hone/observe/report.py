@@ -12,7 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.doctor.failure import failure_alarm
 from hone.doctor.ranges import healthy_ranges
-from hone.doctor.watch import by_importance, watch_lines
+from hone.doctor.watch import Alarm, by_importance, watch_lines
 from hone.errors import RunFolderError
 from hone.observe.events import FILE, events_of
 from hone.observe.metrics import PHASES, find_metric
 from hone.observe.page import page
 from hone.observe.recorder import GroupRewards, RecordedSample, is_whole, read_samples, recorded_steps, samples_file
-from hone.observe.sinks import broken_words, some_metric_lines
+from hone.observe.sinks import broken_words, last_metric_lines, some_metric_lines
 from hone.observe.thumbnails import read_thumbnails
 from hone.observe.trackers import Labels
 from hone.runtime.files import set_aside, write_whole
@@ -135,12 +136,14 @@ def report_data(
     decode: Callable[[Sequence[int]], str] | None = None,
     picture: ReadPicture | None = None,
     max_lines: int | None = MAX_LINES,
+    running: bool = False,
 ) -> dict[str, Any]:
     """What the page of a run shows, as JSON values.
 
     Args:
         max_lines: of metrics that are read, evenly spaced, besides every evaluation. In a longer file, alarms are those
-            of the events, without evidence. None: all.
+            that the run reported. None: all.
+        running: see `alarms_of_run`.
     """
     samples = choose_samples(run_folder)
     metrics = run_folder / "metrics.jsonl"
@@ -157,12 +160,9 @@ def report_data(
         "pieces": _pieces(run_folder, samples, decode),
         "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},
     }
-    if has_every_line:
-        identity = json.loads(_text(run_folder / ".identity.json") or '{"config": {}}')
-        watch = watch_lines(identity["config"], lines)
-        data["alarms"] = [asdict(alarm) for alarm in by_importance(watch.alarms)]
-    else:
-        data["alarms"] = alarms_of_events(run_folder)
+    identity = json.loads(_text(run_folder / ".identity.json") or '{"config": {}}')
+    watched = watch_lines(identity["config"], lines).alarms if has_every_line else None
+    data["alarms"] = [asdict(alarm) for alarm in alarms_of_run(run_folder, watched, running=running)]
     data["has_every_line"], data["broken"] = has_every_line, broken_words(broken)
     data["healthy"] = healthy_ranges(lines)
     events = events_of(run_folder / FILE, MARKING, before="training")
@@ -230,19 +230,58 @@ def _spread(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def alarms_of_events(run_folder: Path) -> list[dict[str, Any]]:
-    """The alarms that a run reported, as a page shows them, without what only `hone doctor` finds out again; those that
-    have not ended in front."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+def alarms_of_run(run_folder: Path, watched: Iterable[Alarm] | None, *, running: bool) -> list[Alarm]:
+    """The alarms of a run, the one to look at first in front: the error that ended it, if one did.
+
+    Args:
+        watched: those found in every line of its metrics; None: those that the run reported.
+        running: whether a process holds the run now, so that no error has ended it.
+    """
+    found = by_importance(alarms_of_events(run_folder) if watched is None else watched)
+    failed = None if running else _failure(run_folder)
+    return [failed, *found] if failed else found
+
+
+def alarms_of_events(run_folder: Path) -> list[Alarm]:
+    """The alarms that a run reported, in this order. A resumed run may report one again, which replaces the first."""
+    names = [field.name for field in fields(Alarm)]
+    found: dict[tuple[str, str], list[Alarm]] = {}
     for event in events_of(run_folder / FILE, ("alarm", "alarm_ended")):
+        of_name = found.setdefault((event["stage"], event["name"]), [])
         if event["kind"] == "alarm":
-            more = {"metric": "", "level": "alarm", "pattern": "", "evidence": [], "what": event["cause"]}
-            where = {name: event[name] for name in ("name", "stage", "since", "cause")}
-            text = {"change": "see `hone doctor RUN_DIR`", "confirm": "", "source": "", "ended": None}
-            found[event["stage"], event["name"]] = where | more | text
-        elif begun := found.get((event["stage"], event["name"])):
-            begun["ended"] = event["step"]
-    return sorted(found.values(), key=lambda alarm: alarm["ended"] is not None)
+            values = OLD_ALARM | {"what": event["cause"]} | {name: event[name] for name in names if name in event}
+            alarm = Alarm(**{**values, "evidence": tuple(values["evidence"])})
+            of_name[:] = [other for other in of_name if other.ended is not None and other.since < alarm.since]
+            of_name.append(alarm)
+        elif of_name:
+            of_name[-1].ended = event["step"]
+    return sorted((alarm for of_name in found.values() for alarm in of_name), key=lambda alarm: alarm.step)
+
+
+OLD_ALARM: dict[str, Any] = {
+    "level": "optimisation",
+    "metric": "",
+    "pattern": "",
+    "evidence": (),
+    "change": "see `hone doctor RUN_DIR`",
+    "confirm": "",
+    "source": "",
+}
+"""What the events of older versions do not say."""
+
+
+def _failure(run_folder: Path) -> Alarm | None:
+    """The alarm of the error that ended a run, if one did."""
+    stage, why = "start", ""
+    for event in events_of(run_folder / FILE, ("stage", "stopped")):
+        if event["kind"] == "stage":
+            stage, why = event["stage"], ""
+        else:
+            why = event.get("why", "")
+    if not why:
+        return None
+    last = {line["stage"]: line["step"] for line in last_metric_lines(run_folder / "metrics.jsonl", 1)}
+    return failure_alarm(why, stage=stage, step=last.get(stage, 0) + 1)
 
 
 WORDS = {

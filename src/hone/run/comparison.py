@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.render import flattened
-from hone.doctor.watch import AlarmWatch, by_importance
-from hone.observe.report import alarms_of_events, known_metric, stages_of
+from hone.doctor.watch import AlarmWatch
+from hone.observe.report import alarms_of_run, known_metric, stages_of
 from hone.observe.sinks import some_metric_lines
 from hone.run.folder import RunFolder
+from hone.run.status import read_status
 
 LAST = 10
 """Steps that an end value is the mean of."""
@@ -41,6 +42,8 @@ class ComparedRun:
     """One run."""
 
     name: str
+    state: str = ""
+    """Running, or how it ended."""
     steps: dict[str, int] = field(default_factory=dict)
     """Stage -> last step."""
     samples: int = 0
@@ -52,7 +55,9 @@ class ComparedRun:
     """Evaluation metric -> `last`; where higher is better `best` and `best_step`; of eval/accuracy `error` too, half of
     the last value's 95 % confidence interval, where it was logged."""
     alarms: tuple[str, ...] = ()
-    """`name: cause`, the one to look at first in front."""
+    """`name: cause`, the one to look at first in front; the error that ended the run, if one did."""
+    advice: tuple[str, ...] = ()
+    """Advice on tuning, which is not an alarm, likewise."""
     broken_lines: tuple[str, ...] = ()
     """Damaged lines of the metrics, which were left out: where, and what is wrong."""
 
@@ -147,8 +152,13 @@ def _read(folder: RunFolder, max_lines: int | None) -> ComparedRun:
     run.ends = {name: sum(values) / len(values) for name, values in recent.items()}
     run.samples = run.steps.get("rl", 0) * _number(settings, "train", "prompts_per_step")
     run.samples *= _number(settings, "rollout", "group_size")
-    alarms = map(asdict, by_importance(watch.alarms)) if has_every_line else alarms_of_events(folder.path)
-    run.alarms = tuple(dict.fromkeys(f"{alarm['name']}: {alarm['cause']}" for alarm in alarms))
+    status = read_status(folder)
+    run.state = status.state
+    alarms = alarms_of_run(folder.path, watch.alarms if has_every_line else None, running=status.running)
+    run.alarms, run.advice = (
+        tuple(dict.fromkeys(f"{alarm.name}: {alarm.cause}" for alarm in alarms if alarm.is_advice is is_advice))
+        for is_advice in (False, True)
+    )
     return run
 
 

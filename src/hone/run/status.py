@@ -14,10 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hone.doctor.failure import failure_alarm
 from hone.doctor.walk import WalkAnswer, walk
-from hone.doctor.watch import Alarm, AlarmWatch, by_importance
+from hone.doctor.watch import Alarm, AlarmWatch
 from hone.observe.events import events_of, read_events
+from hone.observe.report import alarms_of_run
 from hone.observe.sinks import metric_lines
 from hone.run.folder import RunFolder
 from hone.runtime.replicas import ReplicaState
@@ -100,6 +100,11 @@ class RunStatus:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def state(self) -> str:
+        """Running, or how it ended."""
+        return "running" if self.running else self.outcome or "not running; it was killed or not started"
+
 
 def read_status(folder: RunFolder, *, now_s: float | None = None) -> RunStatus:
     """The state of a run.
@@ -173,7 +178,8 @@ def _follow(status: RunStatus, events: Iterable[Mapping[str, Any]]) -> float | N
 
 def described(event: Mapping[str, Any]) -> str:
     """An event as a readable line."""
-    fields = {name: value for name, value in event.items() if name not in ("at", "kind")}
+    names = ("name", "stage", "since", "cause") if event["kind"] == "alarm" else event.keys() - {"at", "kind"}
+    fields = {name: value for name, value in event.items() if name in names}
     shown = [f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()]
     return f"{time.strftime('%H:%M:%S', time.localtime(event['at']))} {event['kind']}: {', '.join(shown)}"
 
@@ -208,10 +214,6 @@ def diagnose(path: Path) -> Diagnosis:
         watch.add(line)
         last_steps[line["stage"]] = line["step"]
     status = read_status(folder)
-    state = "running" if status.running else status.outcome or "not running; it was killed or not started"
-    alarms = by_importance(watch.alarms)
-    if status.why and not status.running:
-        stage = status.stage or "start"
-        alarms.insert(0, failure_alarm(status.why, stage=stage, step=last_steps.get(stage, 0) + 1))
+    alarms = alarms_of_run(path, watch.alarms, running=status.running)
     answers = walk(settings, metric_lines(folder.metrics))
-    return Diagnosis(path, state, last_steps, tuple(alarms), answers, tuple(broken))
+    return Diagnosis(path, status.state, last_steps, tuple(alarms), answers, tuple(broken))

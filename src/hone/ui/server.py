@@ -29,7 +29,7 @@ from hone.observe.recorder import is_whole, recorded_steps, samples_file
 from hone.observe.report import (
     MAX_LINES,
     RunSummary,
-    alarms_of_events,
+    alarms_of_run,
     report_data,
     sample_rows,
     step_samples,
@@ -259,7 +259,7 @@ class Runs:
         status = read_status(folder)
         now = status.as_dict()
         now["recent"] = [described(event) for event in status.recent]
-        data = report_data(path)
+        data = report_data(path, running=status.running)
         if status.running:
             data["summary"] |= {"outcome": "running", "ended_unix_s": None}
         return data | {
@@ -301,7 +301,7 @@ class Runs:
         status = read_status(folder)
         summary = RunSummary.read(path)
         last = status.last or {}
-        alarms = [alarm["name"] for alarm in alarms_of_events(path) if alarm["ended"] is None]
+        active = [alarm for alarm in alarms_of_run(path, None, running=status.running) if alarm.ended is None]
         return {
             "name": name,
             "title": summary.title,
@@ -315,7 +315,8 @@ class Runs:
             "eta_s": status.eta_s,
             "changed_unix_s": _changed_s(path),
             "metrics": {metric: last[metric] for metric in LISTED if last.get(metric) is not None},
-            "alarms": alarms,
+            "alarms": [alarm.name for alarm in active if not alarm.is_advice],
+            "advice": [alarm.name for alarm in active if alarm.is_advice],
         }
 
 

@@ -91,7 +91,7 @@ function drawRanges(plot, healthy, alarms) {
     ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
     for (const limit of healthy) if (limit !== null && limit > low && limit < high) line(ctx, bbox.left, y(limit), bbox.left + bbox.width, y(limit));
   }
-  for (const alarm of alarms) {
+  for (const alarm of alarms.filter(a => !isAdvice(a))) {
     const from = x(alarm.since), to = x(alarm.ended ?? plot.scales.x.max);
     ctx.fillStyle = cssColor("--bad") + "1f";
     ctx.fillRect(from, bbox.top, Math.max(2 * devicePixelRatio, to - from), bbox.height);
@@ -103,7 +103,7 @@ function drawRanges(plot, healthy, alarms) {
 function drawMarks(plot, alarms, events) {
   const { ctx, bbox } = plot, size = 5 * devicePixelRatio;
   ctx.save();
-  for (const [steps, color] of [[events.map(e => e.step), "--soft"], [alarms.map(a => a.since), "--bad"]]) {
+  for (const [steps, color] of [[events.map(e => e.step), "--soft"], [alarms.filter(a => !isAdvice(a)).map(a => a.since), "--bad"]]) {
     ctx.strokeStyle = ctx.fillStyle = cssColor(color);
     ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
     for (const step of new Set(steps)) {
@@ -138,7 +138,7 @@ function inWords(title, series, options, alarms) {
   });
   const more = series.length > 12 ? `; and ${series.length - 12} more lines` : "";
   const healthy = options.healthy ? `; healthy ${rangeWords(options.healthy)}` : "";
-  return `${title}, by ${options.axis || "step"}. ${each.join("; ")}${more}${healthy}${alarms.map(a => `; alarm ${a.name}, ${alarmSteps(a)}`).join("")}`;
+  return `${title}, by ${options.axis || "step"}. ${each.join("; ")}${more}${healthy}${alarms.map(a => `; ${isAdvice(a) ? "advice" : "alarm"} ${a.name}, ${alarmSteps(a)}`).join("")}`;
 }
 
 // Append a chart to a part of the page. series: {label, name, xs, ys, kind: "line" | "dots" | "area", color, dash};

@@ -23,6 +23,7 @@ function drawTables() {
   const ends = data.shown.filter(name => data.runs.some(run => name in run.ends));
   const value = v => typeof v === "string" ? v : JSON.stringify(v);
   table("runs", [
+    ["state", ...data.runs.map(run => run.state)],
     ["steps", ...data.runs.map(run => Object.entries(run.steps).map(([stage, step]) => `${stage} ${step}`).join(", "))],
     ["samples", ...data.runs.map(run => number(run.samples))], ["time", ...data.runs.map(run => duration(run.time_s))],
     ...names.map(name => [name, ...data.runs.map(run => evaluation(run.evaluations[name]))]),

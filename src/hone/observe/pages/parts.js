@@ -37,7 +37,8 @@ function element(tag, className, html) {
 
 const alarmsOf = (stage, name) => data.alarms.filter(a => (!stage || a.stage === stage) && a.metric === name);
 const alarmSteps = a => `${a.ended === null ? "since step" : "steps"} ${a.since}${a.ended === null ? "" : ` to ${a.ended}`}`;
-const alarmLine = a => `<span class="neg" title="${esc(a.evidence.join("\n"))}">${esc(a.name)}, ${esc(alarmSteps(a))}</span>: ${esc(a.what)} <b>Change:</b> ${esc(a.change)}`;
+const isAdvice = a => a.level === "tuning";
+const alarmLine = a => `<span class="${isAdvice(a) ? "soft" : "neg"}" title="${esc(a.evidence.join("\n"))}">${isAdvice(a) ? "advice: " : ""}${esc(a.name)}, ${esc(alarmSteps(a))}</span>: ${esc(a.what)} <b>Change:</b> ${esc(a.change)}`;
 
 // ---- theme
 

@@ -6,10 +6,10 @@ function drawAlarms() {
   if (!data.alarms.length) return;
   const [first, ...rest] = data.alarms;
   const row = (name, text) => `<dt class="soft">${esc(name)}</dt><dd>${esc(text)}</dd>`;
-  byId("alarms").innerHTML += `<h2>First abnormal: ${esc(first.metric)}, ${esc(first.stage)} ${esc(alarmSteps(first))}</h2><div class="card"><dl>` +
-    row("alarm", `${first.name} (${first.level}): ${first.pattern}`) + row("evidence", first.evidence.join("; ")) + row("likely cause", first.what) +
+  byId("alarms").innerHTML += `<h2>${isAdvice(first) ? "Advice" : "First abnormal"}: ${esc(first.metric)}, ${esc(first.stage)} ${esc(alarmSteps(first))}</h2><div class="card"><dl>` +
+    row(isAdvice(first) ? "advice" : "alarm", `${first.name} (${first.level}): ${first.pattern}`) + row("evidence", first.evidence.join("; ")) + row("likely cause", first.what) +
     row("change", first.change) + row("to confirm", first.confirm) + row("limit from", first.source) + `</dl></div>` +
-    (rest.length ? `<details><summary class="soft">${counted(rest.length, "more alarm")}</summary><ul>${rest.map(a => `<li>${esc(a.stage)}: ${alarmLine(a)}</li>`).join("")}</ul></details>` : "");
+    (rest.length ? `<details><summary class="soft">${rest.length} more${rest.some(isAdvice) ? ", advice among them" : ""}</summary><ul>${rest.map(a => `<li>${esc(a.stage)}: ${alarmLine(a)}</li>`).join("")}</ul></details>` : "");
 }
 
 // ---- the panels of a stage; names that a stage did not log leave no panel

@@ -23,7 +23,7 @@ function runRow(run) {
     <td class="${run.running ? "pos" : "soft"}">${esc(stateOf(run))}</td>
     <td>${run.stage ? `${esc(run.stage)} ${run.step}${run.steps ? ` of ${run.steps}` : ""}<div class="bar"><i style="width:${100 * share}%"></i></div>` : "–"}</td>
     <td class="eta">${run.running && run.eta_s !== null ? duration(run.eta_s) : ""}</td><td>${metrics}</td>
-    <td class="neg">${esc(run.alarms.join(", "))}</td>${changed}`;
+    <td><span class="neg">${esc(run.alarms.join(", "))}</span> <span class="soft">${esc(run.advice.map(name => `advice: ${name}`).join(", "))}</span></td>${changed}`;
   return row;
 }
 
