@@ -6,6 +6,7 @@ Looks only: it starts no training and allocates nothing on a device. Needs no to
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import socket
@@ -21,6 +22,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from hone.devices import nvidia_smi
+from hone.plan.hardware import memory_limit_bytes
 from hone.sizes import GIB
 
 PACKAGES = ("torch", "transformers", "ray", "vllm")
@@ -48,22 +50,53 @@ def _devices(_: Path) -> Iterator[MachineCheck]:
     except (OSError, subprocess.SubprocessError) as error:
         yield MachineCheck("GPUs", "problem", f"nvidia-smi fails: {error}", "repair the driver, or set run.device=cpu")
         return
-    yield from gpu_checks(listing, torch_version=_version("torch"))
+    runtimes = (d.version for d in metadata.distributions() if (d.name or "").startswith("nvidia-cuda-runtime"))
+    yield from gpu_checks(listing, torch_version=_version("torch"), cuda_runtime=next(runtimes, None))
 
 
-def gpu_checks(listing: str, *, torch_version: str | None) -> Iterator[MachineCheck]:
-    """Checks of GPUs from nvidia-smi's lines of name, total and used memory in MiB, and driver."""
+def gpu_checks(listing: str, *, torch_version: str | None, cuda_runtime: str | None = None) -> Iterator[MachineCheck]:
+    """Checks of GPUs from nvidia-smi's lines of name, total and used memory in MiB, and driver.
+
+    Args:
+        cuda_runtime: version of the CUDA runtime that is installed as a package, for a torch whose version names none.
+    """
+    driver = ""
     for number, line in enumerate(filter(None, listing.splitlines())):
-        name, total, used, driver = (part.strip() for part in line.rsplit(",", 3))
+        what, parts = f"GPU {number}", [part.strip() for part in line.rsplit(",", 3)]
+        if len(parts) < 4:
+            yield MachineCheck(what, "problem", f"nvidia-smi says: {line}", "repair the driver, or set run.device=cpu")
+            continue
+        name, total, used, driver = parts
+        if not (total.isdigit() and used.isdigit()):  # GPUs that share the host's memory, containers with few rights
+            yield MachineCheck(what, "ok", f"{name}, the driver does not say how much memory is free, driver {driver}")
+            continue
         found = f"{name}, {int(total) - int(used):,} of {int(total):,} MiB free, driver {driver}"
         if int(used) > 0.1 * int(total):
             do = "another process holds its memory: nvidia-smi names it; or choose other devices with run.devices"
-            yield MachineCheck(f"GPU {number}", "warning", found, do)
+            yield MachineCheck(what, "warning", found, do)
         else:
-            yield MachineCheck(f"GPU {number}", "ok", found)
+            yield MachineCheck(what, "ok", found)
     if listing.strip() and torch_version is not None and torch_version.endswith("+cpu"):
         do = "install torch for CUDA (https://pytorch.org)"
         yield MachineCheck("torch", "problem", f"torch {torch_version} cannot use the GPUs", do)
+    elif driver and torch_version is not None:
+        yield from driver_check(driver, torch_version, cuda_runtime)
+
+
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""CUDA's major version -> major version of the oldest driver for Linux that runs it (release notes of NVIDIA's CUDA
+Toolkit, minor version compatibility)."""
+
+
+def driver_check(driver: str, torch_version: str, cuda_runtime: str | None) -> Iterator[MachineCheck]:
+    """A warning where the driver is older than torch's CUDA needs; nothing where one of the two is not known."""
+    named = re.search(r"\+cu(\d+)\d$", torch_version)
+    cuda = named[1] if named else (cuda_runtime or "").partition(".")[0]
+    oldest, major = OLDEST_DRIVERS.get(int(cuda)) if cuda.isdigit() else None, driver.partition(".")[0]
+    if oldest is not None and major.isdigit() and int(major) < oldest:
+        found = f"{driver} is older than {oldest}, which torch {torch_version} with CUDA {cuda} needs"
+        do = "update the driver, install torch for an older CUDA (https://pytorch.org), or NVIDIA's cuda-compat package"
+        yield MachineCheck("driver", "warning", found, do)
 
 
 def _packages(_: Path) -> Iterator[MachineCheck]:
@@ -94,9 +127,10 @@ def _host(_: Path) -> Iterator[MachineCheck]:
     busy = f"{cores} cores, load {load:.1f}"
     is_busy = load > 1.5 * cores
     yield MachineCheck("CPU", "warning" if is_busy else "ok", busy, "other processes take its time" if is_busy else "")
-    memory = psutil.virtual_memory()
-    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    is_low = memory.available < 2 * GIB
+    limit_bytes = memory_limit_bytes()
+    available_bytes = min(psutil.virtual_memory().available, limit_bytes)
+    found = f"{available_bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB available"
+    is_low = available_bytes < 2 * GIB
     yield MachineCheck("memory", "warning" if is_low else "ok", found, "end what holds it" if is_low else "")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     is_low = files < 4096
@@ -107,7 +141,7 @@ def _host(_: Path) -> Iterator[MachineCheck]:
 def _disks(folder: Path) -> Iterator[MachineCheck]:
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     yield disk_check("disk", existing, 10, "checkpoints need room: set run.dir, or checkpoint.keep lower")
-    yield disk_check("temporary files", Path(os.environ.get("TMPDIR", "/tmp")), 2, "set TMPDIR to a larger disk")
+    yield disk_check("temporary files", Path(os.environ.get("TMPDIR") or "/tmp"), 2, "set TMPDIR to a larger disk")
     if Path("/dev/shm").is_dir():
         do = "mount /dev/shm larger (containers: --shm-size=8g); Ray and NCCL share tensors there"
         yield disk_check("shared memory", Path("/dev/shm"), 1, do)
@@ -115,7 +149,10 @@ def _disks(folder: Path) -> Iterator[MachineCheck]:
 
 def disk_check(what: str, place: Path, least_gib: float, do: str) -> MachineCheck:
     """Whether a file system has room."""
-    usage = shutil.disk_usage(place)
+    try:
+        usage = shutil.disk_usage(place)
+    except OSError as error:
+        return MachineCheck(what, "problem", f"{place}: {error.strerror}", f"make this folder, or {do}")
     found = f"{place}: {usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
     if usage.free >= least_gib * GIB:
         return MachineCheck(what, "ok", found)
