@@ -2,6 +2,7 @@ import base64
 import html
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -122,6 +123,22 @@ def test_it_is_written_during_the_run(tmp_path):
     assert not observer._reporting.is_alive(), "the next one is due in minutes"
     observer.close("stopped")
     assert page_data((tmp_path / "report.html").read_text())["summary"]["outcome"] == "stopped"
+
+
+def test_a_report_that_failed_is_written_the_next_time_and_the_failure_is_said_once(tmp_path, monkeypatch):
+    """A folder in the way of the file, twice."""
+    monkeypatch.setattr("hone.observe.observer.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("hone.observe.observer.REPORT_SHARE", math.inf)
+    observer = Observer(tmp_path, Settings(), title="t", total_steps=3, report_after_s=0.0)
+    (tmp_path / "report.html").mkdir()
+    for step in (1, 2, 3):
+        if step == 3:
+            (tmp_path / "report.html").rmdir()
+        observer.log("rl", step, {"rollout/reward_mean": 0.5})
+        observer._reporting.join(60)
+    assert page_data((tmp_path / "report.html").read_text())["stages"][0]["steps"]["step"] == [1, 2, 3]
+    observer.close("stopped")
+    assert (tmp_path / "logs" / "training.log").read_text().count("report.html cannot be written") == 1
 
 
 def test_curves_and_samples_are_bounded(tmp_path):

@@ -109,6 +109,7 @@ class Observer:
         )
         self._reporting = threading.Thread(target=self._report)
         self._report_due_s = time.monotonic() + report_after_s
+        self._report_failed = False
         self._watched: list[Callable[[], Mapping[str, float]]] = []
         self._alarm_state: Callable[[], Mapping[str, Any]] = dict
         self._process = psutil.Process()
@@ -294,11 +295,12 @@ class Observer:
         try:
             write_report(self._folder, decode=self._decode, picture=self._picture)
         except Exception as error:  # boundary: files of a run in progress, and the user's own pictures
-            self.warn(f"report.html cannot be written during the run: {type(error).__name__}: {error}")
-            self._report_due_s = math.inf
-        else:
-            took_s = time.monotonic() - began_s
-            self._report_due_s = time.monotonic() + max(REPORT_EVERY_S, took_s / REPORT_SHARE)
+            if not self._report_failed:
+                self._report_failed = True
+                why = f"{type(error).__name__}: {error}"
+                self.warn(f"report.html cannot be written during the run, and is tried again later: {why}")
+        took_s = time.monotonic() - began_s
+        self._report_due_s = time.monotonic() + max(REPORT_EVERY_S, took_s / REPORT_SHARE)
 
     def _new_recorder(self, resume: Position | None) -> Recorder:
         """Its samples go as far as the metrics do."""
