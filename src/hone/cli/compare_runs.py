@@ -39,8 +39,9 @@ def compare(
 
     if html is not None:
         write_whole(html, page("Runs side by side", comparison_data(run_dirs), "compare"))
-        typer.echo(f"wrote {html}")
-        return
+        typer.echo(f"wrote {html}", err=as_json)
+        if not as_json:
+            return
     found = compare_runs(run_dirs)
     if as_json:
         typer.echo(json.dumps({"format": 1, **asdict(found)}, indent=2))
