@@ -278,7 +278,8 @@ def test_without_an_alarm_it_walks_through_what_learning_needs(tmp_path, capsys)
         "Is an update small enough?": "yes",
         "Does evaluation follow?": "yes",
     }
-    assert "train/update_kl = 5e-06; at least 1e-5. Do: a higher train.optimizer.lr" in shown
+    assert re.search(r"train/update_kl = 5e-06; at least 1e-5\n +Do: a higher train.optimizer.lr", shown)
+    assert max(len(line) for line in shown.splitlines()[1:]) <= 110
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     assert all(f"| {step.question} |" in page for step in WALK)
     assert walk({}, [{"stage": "sft", "step": 1, "sft/loss": 1.0}]) == ()

@@ -83,7 +83,9 @@ def _machine(*, as_json: bool) -> None:
         typer.echo(json.dumps({"format": 1, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         for check in checks:
-            typer.echo(f"{check.state:<8} {check.what:<16} {check.found}{f'. Do: {check.do}' if check.do else ''}")
+            do = f"Do: {check.do}" if check.do else ""
+            for line in _wrapped(f"{check.state:<8} {check.what:<16}", check.found, do):
+                typer.echo(line)
     if any(check.state == "problem" for check in checks):
         raise typer.Exit(1)
 
@@ -111,8 +113,9 @@ def _walk_lines(found: Diagnosis) -> list[str]:
         return []
     width = max(len(one.question) for one in found.walk)
     rows = [
-        f"{one.answer:<8} {one.question:<{width}} {one.found}{f'. Do: {one.do}' if one.do else ''}"
+        line
         for one in found.walk
+        for line in _wrapped(f"{one.answer:<8} {one.question:<{width}}", one.found, f"Do: {one.do}" if one.do else "")
     ]
     return ["", f"If it does not learn, in this order (means of the last {RECENT} steps):", *rows]
 
@@ -136,8 +139,11 @@ def _alarm_lines(alarm: Alarm, title: str) -> list[str]:
         ("to confirm", alarm.confirm),
         ("limit from", alarm.source),
     ]
-    return [
-        f"{name if place == 0 else '':<15} {text}"
-        for name, whole in rows
-        for place, text in enumerate(wrap(whole, WIDTH - 16, break_long_words=False, break_on_hyphens=False))
-    ]
+    return [line for name, text in rows for line in _wrapped(f"{name:<15}", text)]
+
+
+def _wrapped(title: str, *texts: str) -> list[str]:
+    """Texts beside a title, each on lines of its own."""
+    width = WIDTH - len(title) - 1
+    lines = [line for text in texts for line in wrap(text, width, break_long_words=False, break_on_hyphens=False)]
+    return [f"{title if place == 0 else ' ' * len(title)} {line}" for place, line in enumerate(lines)]
