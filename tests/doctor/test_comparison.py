@@ -94,6 +94,26 @@ def test_the_error_of_an_evaluation_is_half_its_interval(tmp_path, capsys):
     assert "0.4 ± 0.0196 (best 0.4 at 12)" in out and "accuracy_se" not in out
 
 
+def test_every_evaluation_metric_with_an_error_has_its_interval(tmp_path, capsys):
+    names = ("eval/accuracy[seen=False]", "eval/pass@4", "eval/reward_mean")
+    errors = ("eval/accuracy_se[seen=False]", "eval/pass@4_se", "eval/reward_mean_se")
+    folder = write(tmp_path / "a", 1e-3, [])
+    with (folder / "metrics.jsonl").open("a") as lines:
+        line = {"stage": "rl", "step": 12, "time_s": 99.0} | dict.fromkeys(names, 0.4) | dict.fromkeys(errors, 0.01)
+        lines.write(json.dumps(line) + "\n")
+    assert main(["compare", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("0.4 ± 0.0196 (best 0.4 at 12)") == 3 and "_se" not in out
+
+
+def test_a_page_and_json_at_once(tmp_path, capsys):
+    folder, page = write(tmp_path / "a", 1e-3, [0.2]), tmp_path / "a.html"
+    assert main(["compare", str(folder), "--html", str(page), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["runs"][0]["name"] == str(folder)
+    assert page.exists() and printed.err == f"wrote {page}\n"
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert main(["compare", str(tmp_path), str(tmp_path)]) == 2
     assert "there is no run here" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 from hone.config.run import EvalSection
 from hone.loop.evaluate import metrics_of, pass_at_k
 from hone.loop.summaries import staleness_shares, summarize
+from hone.observe.metrics import find_metric
 from hone.types import Group, Picture, Prompt, Sample, VersionSpan
 
 
@@ -105,6 +106,22 @@ def test_the_standard_error_of_one_sample_a_prompt_is_that_of_a_share():
     """3 of 4 right: the root of 0.75 x 0.25 / 3."""
     groups = [group(1.0), group(1.0), group(0.0), group(1.0), group(None)]
     assert metrics_of(groups, EvalSection())["eval/accuracy_se"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
+
+
+def test_each_evaluation_metric_has_its_error_over_prompts():
+    """Means of prompts 1, 0 and 0.5, which deviate by 0.5; two of them are of easy rows and deviate by 0.71."""
+    rows = [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)]
+    groups = []
+    for rewards, level in zip(rows, ("easy", "easy", "hard"), strict=True):
+        one = group(*rewards)
+        groups.append(replace(one, prompt=replace(one.prompt, columns={"level": level})))
+    metrics = metrics_of(groups, EvalSection(samples=2, pass_k=(1,), by="level"))
+    each = 0.5 / math.sqrt(3)
+    names = ("eval/accuracy_se", "eval/reward_mean_se", "eval/pass@1_se")
+    assert [metrics[name] for name in names] == pytest.approx([each] * 3)
+    assert metrics["eval/accuracy_se[level=easy]"] == pytest.approx(math.sqrt(0.5) / math.sqrt(2))
+    assert "eval/accuracy_se[level=hard]" not in metrics, "one prompt"
+    assert all(find_metric(name) for name in metrics)
 
 
 def sized(*pairs: tuple[int, float | None], prompt: tuple[int, ...] = (7,)) -> Group:

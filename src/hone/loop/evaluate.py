@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from hone.config.rules.data import flat
 from hone.config.run import EvalSection
+from hone.observe.metrics import error_name
 from hone.reward.rewards import Rewards
 from hone.rollout.engine import Engine, Request, Sampling
 from hone.rollout.env import episode_metrics
@@ -48,21 +50,17 @@ def metrics_of(groups: Sequence[Group], settings: EvalSection) -> dict[str, floa
     """`eval/*` metrics; unscored samples count as neither right nor wrong, and `eval/unscored_frac` says how many."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards]
-    scored = [reward for reward in rewards if reward is not None]
+    right = partial(accuracy, threshold=settings.threshold)
     metrics = {
-        "eval/reward_mean": float(np.mean(scored)) if scored else float("nan"),
-        "eval/accuracy": accuracy(groups, settings.threshold),
-        "eval/unscored_frac": 1 - len(scored) / max(1, len(rewards)),
+        **with_error("eval/reward_mean", groups, reward_mean),
+        **with_error("eval/accuracy", groups, right),
+        "eval/unscored_frac": 1 - sum(reward is not None for reward in rewards) / max(1, len(rewards)),
         "eval/response_tokens_mean": float(np.mean([len(s.token_ids) for s in samples])),
         "eval/truncated_frac": sum(s.finish_reason == "length" for s in samples) / max(1, len(samples)),
     }
-    means = [accuracy([group], settings.threshold) for group in groups]
-    means = [mean for mean in means if not math.isnan(mean)]
-    if len(means) > 1:  # over prompts, whose samples are alike
-        metrics["eval/accuracy_se"] = float(np.std(means, ddof=1)) / math.sqrt(len(means))
     metrics |= episode_metrics(samples, "eval/")
     for k in settings.pass_k:
-        metrics[f"eval/pass@{k}"] = pass_at_k(groups, k, settings.threshold)
+        metrics |= with_error(f"eval/pass@{k}", groups, partial(pass_at_k, k=k, threshold=settings.threshold))
     metrics |= accuracy_by("source", [group.prompt.source for group in groups], groups, settings.threshold)
     if settings.by is not None:
         values = [str(flat(group.prompt.columns).get(settings.by)) for group in groups]
@@ -71,12 +69,25 @@ def metrics_of(groups: Sequence[Group], settings: EvalSection) -> dict[str, floa
 
 
 def accuracy_by(name: str, values: Sequence[str], groups: Sequence[Group], threshold: float) -> dict[str, float]:
-    """The accuracy of each part of the groups, which have one value each; none for an empty value."""
+    """The accuracy of each part of the groups, which have one value each, with its error; none for an empty value."""
     found: dict[str, float] = {}
     for value in sorted(set(values) - {""} if name == "source" else set(values)):
         part = [group for group, own in zip(groups, values, strict=True) if own == value]
-        found[f"eval/accuracy[{name}={value}]"] = accuracy(part, threshold)
+        found |= with_error(f"eval/accuracy[{name}={value}]", part, partial(accuracy, threshold=threshold))
     return found
+
+
+def with_error(name: str, groups: Sequence[Group], measure: Callable[[Sequence[Group]], float]) -> dict[str, float]:
+    """A metric of the groups, and its standard error over prompts, whose samples are alike, where there are two."""
+    each = [value for group in groups if not math.isnan(value := measure([group]))]
+    error = {error_name(name): float(np.std(each, ddof=1)) / math.sqrt(len(each))} if len(each) > 1 else {}
+    return {name: measure(groups), **error}
+
+
+def reward_mean(groups: Sequence[Group]) -> float:
+    """Over scored samples."""
+    scored = [reward for group in groups for reward in group.rewards if reward is not None]
+    return float(np.mean(scored)) if scored else float("nan")
 
 
 def accuracy(groups: Sequence[Group], threshold: float) -> float:

@@ -293,12 +293,17 @@ METRICS: dict[str, Metric] = {
     "eval/accuracy_se": Metric(
         "fraction", "Standard error of eval/accuracy over prompts; 1.96 of it each way hold 95 %."
     ),
+    "eval/accuracy_se[<column>=<value>]": Metric(
+        "fraction", "Standard error, over prompts, of the accuracy over them."
+    ),
     "eval/accuracy[<column>=<value>]": Metric(
         "fraction", "Accuracy over the rows with this value (eval.by); `source`: of one source of data.eval."
     ),
     "eval/seen_frac": Metric("fraction", "Evaluation prompts that are prompts of data.train too."),
     "eval/unscored_frac": Metric("fraction", "Evaluation samples without a reward."),
     "eval/pass@<k>": Metric("fraction", "Unbiased estimate of the probability that one of k samples is correct."),
+    "eval/pass@<k>_se": Metric("fraction", "Standard error of eval/pass@<k> over prompts."),
+    "eval/reward_mean_se": Metric("reward", "Standard error of eval/reward_mean over prompts."),
     "eval/reward_mean": Metric("reward", "Mean reward of the scored evaluation samples."),
     "eval/response_tokens_mean": Metric("tokens", "Mean response length in evaluation."),
     "eval/tool_tokens_mean": Metric("tokens", "Mean environment tokens per evaluation sample."),
@@ -357,6 +362,12 @@ PHASES = ("generate", "reward", "train", "publish", "evaluate", "checkpoint")
 
 
 @lru_cache(maxsize=4096)
+def error_name(name: str) -> str:
+    """What the standard error of an evaluation metric is called: `eval/accuracy_se[a=b]` for `eval/accuracy[a=b]`."""
+    whole, bracket, part = name.partition("[")
+    return f"{whole}_se{bracket}{part}"
+
+
 def find_metric(name: str) -> Metric:
     """Registry entry of a logged name; an exact entry wins over a pattern.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from hone.config.render import flattened
 from hone.doctor.watch import AlarmWatch
+from hone.observe.metrics import error_name
 from hone.observe.report import alarms_of_run, known_metric, stages_of
 from hone.observe.sinks import some_metric_lines
 from hone.run.folder import RunFolder
@@ -30,8 +31,7 @@ SHOWN = (
 NOT_COMPARED = ("run.dir",)
 AXES = "x/"
 """How the columns of a page begin that curves are drawn over."""
-ACCURACY = "eval/accuracy"
-HIGHER_IS_BETTER = (ACCURACY, "eval/pass@", "eval/reward_mean")
+HIGHER_IS_BETTER = ("eval/accuracy", "eval/pass@", "eval/reward_mean")
 """How the evaluation metrics begin that have a best value."""
 Z_95 = 1.96
 """Standard errors to each side of a mean that hold 95 % of a normal distribution."""
@@ -52,8 +52,8 @@ class ComparedRun:
     ends: dict[str, float] = field(default_factory=dict)
     """Metric -> mean of its last `LAST` finite values."""
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Evaluation metric -> `last`; where higher is better `best` and `best_step`; of eval/accuracy `error` too, half of
-    the last value's 95 % confidence interval, where it was logged."""
+    """Evaluation metric -> `last`; where higher is better `best` and `best_step`; `error`, half of the last value's
+    95 % confidence interval, where its standard error was logged."""
     alarms: tuple[str, ...] = ()
     """`name: cause`, the one to look at first in front; the error that ended the run, if one did."""
     advice: tuple[str, ...] = ()
@@ -146,8 +146,9 @@ def _read(folder: RunFolder, max_lines: int | None) -> ComparedRun:
             else:
                 recent.setdefault(name, []).append(value)
                 del recent[name][:-LAST]
-    if error := run.evaluations.pop(f"{ACCURACY}_se", None):
-        run.evaluations[ACCURACY]["error"] = Z_95 * error["last"]
+    for name in list(run.evaluations):
+        if name in run.evaluations and (error := run.evaluations.pop(error_name(name), None)):
+            run.evaluations[name]["error"] = Z_95 * error["last"]
     run.broken_lines = tuple(broken)
     run.ends = {name: sum(values) / len(values) for name, values in recent.items()}
     run.samples = run.steps.get("rl", 0) * _number(settings, "train", "prompts_per_step")

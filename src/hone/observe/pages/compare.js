@@ -52,7 +52,7 @@ function drawCurves() {
   for (const stageName of stages) {
     const section = element("section", "stage", `<h2>Stage ${esc(stageName)}</h2>`), grid = element("div", "charts");
     const names = [...new Set(data.runs.flatMap(run => run.stages.filter(s => s.name === stageName).flatMap(s => [...Object.keys(s.evals.values), ...Object.keys(s.steps.values)])))];
-    const isMain = name => data.shown.includes(name) || name.startsWith("eval/accuracy") && !name.endsWith("_se") || name === "eval/reward_mean" || name.endsWith("/loss");
+    const isMain = name => data.shown.includes(name) || name.startsWith("eval/accuracy") && !/_se(\[|$)/.test(name) || name === "eval/reward_mean" || name.endsWith("/loss");
     const wanted = names.filter(n => !n.startsWith("x/")).filter(n => words.length ? words.every(word => n.includes(word)) : isMain(n));
     section.append(grid);
     byId("curves").append(section);
