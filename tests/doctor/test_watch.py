@@ -50,6 +50,18 @@ def test_an_alarm_says_value_limit_setting_cause_and_change():
     )
 
 
+def test_a_figure_of_a_cause_says_the_limit_that_it_crossed():
+    """That of the rule `truncation`, 0.25; a value within the limits says none."""
+    cause = Cause(name="long", what="", change="", confirm="", reads=("rollout/truncated_frac",))
+    for value, text in (
+        (0.4, "rollout/truncated_frac = 0.4; healthy: up to 0.25"),
+        (0.1, "rollout/truncated_frac = 0.1"),
+    ):
+        watch = AlarmWatch({}, (rule(causes=(cause,), of=(1, 1)),))
+        watch.add({"stage": "rl", "step": 1, "train/entropy": 2.0, "rollout/truncated_frac": value})
+        assert watch.alarms[0].evidence[1] == text
+
+
 def test_the_first_cause_whose_test_holds_is_named():
     never = Cause(name="never", what="", change="", confirm="", applies=lambda h: h.now("train/lr") > 0)
     (alarm,) = watched([2, 2], rule(causes=(never, CAUSE))).alarms

@@ -238,5 +238,17 @@ def _evidence(rule: AlarmRule, cause: Cause, history: History) -> Iterable[str]:
         for name in names:
             base = history.base(name)
             before = f", {shown(base)} in steps 5 to 20" if base == base and history.count(name) > 20 else ""
-            limit = f"; alarm: {rule.when.text}" if place == 0 else ""
+            limit = f"; alarm: {rule.when.text}" if place == 0 else _crossed(rule, name, history)
             yield f"{name} = {shown(history.now(name))}{before}{limit}"
+
+
+def _crossed(rule: AlarmRule, name: str, history: History) -> str:
+    """The limit that the latest value of a metric is beyond, of this rule or of another; empty where there is none."""
+    for limit in (limit for one in (rule, *RULES) for limit in one.when.limits):
+        if name_regex(limit.metric).fullmatch(name):
+            scale = history.base(name) if limit.of_baseline else 1.0
+            if history.now(name) > scale * limit.high:
+                return f"; healthy: up to {shown(scale * limit.high)}"
+            if history.now(name) < scale * limit.low:
+                return f"; healthy: from {shown(scale * limit.low)}"
+    return ""
