@@ -123,6 +123,13 @@ def test_a_run_that_cannot_be_read_is_listed_with_the_reason(reader, runs, text)
     assert answer.status_code == 404 and "summary.json: is torn" in answer.json()["detail"]
 
 
+def test_a_torn_identity_is_named_by_the_page_of_its_run(reader, runs):
+    (runs / "a" / ".identity.json").write_text('{"run_file": "ru')
+    answer = reader.get("/data/run?name=a")
+    assert answer.status_code == 404 and ".identity.json cannot be read" in answer.json()["detail"]
+    assert len(reader.get("/data/runs").json()["runs"]) == 2
+
+
 def test_a_damaged_line_of_metrics_is_left_out_and_said(reader, runs):
     with (runs / "a" / "metrics.jsonl").open("a") as lines:
         lines.write("[]\n")

@@ -160,8 +160,7 @@ def report_data(
         "pieces": _pieces(run_folder, samples, decode),
         "recorded_steps": {stage: len(steps) for stage, steps in recorded_steps(run_folder).items()},
     }
-    identity = json.loads(_text(run_folder / ".identity.json") or '{"config": {}}')
-    watched = watch_lines(identity["config"], lines).alarms if has_every_line else None
+    watched = watch_lines(_settings(run_folder), lines).alarms if has_every_line else None
     data["alarms"] = [asdict(alarm) for alarm in alarms_of_run(run_folder, watched, running=running)]
     data["has_every_line"], data["broken"] = has_every_line, broken_words(broken)
     data["healthy"] = healthy_ranges(lines)
@@ -315,6 +314,15 @@ def marks_of_events(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _settings(run_folder: Path) -> dict[str, Any]:
+    """The resolved run file, nested; empty where it was not kept. Raises RunFolderError for a damaged one."""
+    path = run_folder / ".identity.json"
+    try:
+        return json.loads(_text(path) or '{"config": {}}')["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}. Restore it, or start again with --fresh.") from error
 
 
 def _memory(path: Path) -> Any:
