@@ -129,6 +129,36 @@ def test_runs_are_compared_and_pages_fit_a_phone_and_the_dark(server, tmp_path):
         assert browser.errors == [] and browser.hosts == {url.split("/")[2]}
 
 
+def test_a_run_that_cannot_be_read_and_the_alarms_of_a_long_one(server, tmp_path):
+    """Run `b` has 9,000 steps, of which a page reads some; it reported an alarm and advice."""
+    url, token, observer = server
+    (tmp_path / "runs" / "a" / "logs" / "summary.json").write_text('{"title": "a", "beg')
+    with (tmp_path / "runs" / "b" / "metrics.jsonl").open("a") as lines:
+        for step in range(13, 9013):
+            values = f'"rollout/reward_mean": {step % 7}, "train/entropy": {step % 5}'
+            lines.write(f'{{"stage": "rl", "step": {step}, "time_s": {step}.0, {values}}}\n')
+    words = {"pattern": "p", "cause": "c", "what": "It is so.", "evidence": ("e",), "change": "x", "confirm": "y"}
+    words |= {"stage": "rl", "source": "z"}
+    observer.event("alarm", name="slow", level="tuning", metric="rollout/reward_mean", since=5, step=9, **words)
+    observer.event("alarm", name="odd", level="data", metric="train/entropy", since=100, step=103, **words)
+    observer.position()
+    card = "[...document.querySelectorAll('.card')].find(card => card.querySelector('h3')?.textContent === 'NAME')"
+    with Browser(tmp_path / "profile") as browser:
+        browser.size(390, 844)
+        browser.open(f"{url}?token={token}")
+        assert "unreadable" in browser.run("byId('runs').textContent")
+        assert "summary.json: is torn" in browser.run("byId('runs').textContent")
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.run("document.querySelector('#runs .neg:not(:empty) + .soft').textContent") == "advice: slow"
+        browser.run(AXE)
+        assert browser.run("axe.run().then(all => all.violations.map(v => v.id))") == []
+        browser.open(f"{url}run?name=b")
+        assert browser.run("byId('alarms').querySelector('h2').textContent").startswith("First abnormal: train/entropy")
+        assert "odd, since step 100" in browser.run(card.replace("NAME", "Entropy") + ".textContent")
+        assert "advice: slow, since step 5" in browser.run(card.replace("NAME", "Reward") + ".textContent")
+        assert browser.errors == [] and browser.hosts == {url.split("/")[2]}
+
+
 AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text(encoding="utf-8")
 """axe-core 4.14.1 (Mozilla Public Licence 2.0, beside it): finds what keeps people from using a page."""
 

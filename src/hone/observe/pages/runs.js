@@ -13,7 +13,7 @@ function runRow(run) {
   const row = element("tr");
   const changed = `<td class="soft optional">${new Date(run.changed_unix_s * 1000).toLocaleString()}</td>`;
   if (run.unreadable) {
-    row.innerHTML = `<td></td><td>${esc(run.name === "." ? data.folder : run.name)}</td><td class="neg">unreadable</td><td colspan="4">${esc(run.unreadable)}</td>${changed}`;
+    row.innerHTML = `<td></td><td>${esc(run.name === "." ? data.folder : run.name)}</td><td class="neg">unreadable</td><td colspan="4" style="overflow-wrap:anywhere">${esc(run.unreadable)}</td>${changed}`;
     return row;
   }
   const share = run.steps ? Math.min(1, run.step / run.steps) : 0;
