@@ -61,7 +61,7 @@ def folder(tmp_path):
     settings = {"train": {"prompts_per_step": 8}, "rollout": {"group_size": 4}}
     (tmp_path / ".identity.json").write_text(json.dumps({"run_file": "run.yaml", "config": settings}))
     lines = [
-        {"stage": "rl", "step": step, "memory/update_peak_mib": peak, "memory/rollout_peak_mib": 512.0}
+        {"stage": "rl", "step": step, "time_s": 1.0, "memory/update_peak_mib": peak, "memory/rollout_peak_mib": 512.0}
         for step, peak in enumerate([4000.0, 4000.0, 2560.0, 2816.0], 1)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"stage": "r')
@@ -94,7 +94,8 @@ def test_the_same_for_programs(folder, capsys):
 def test_what_more_samples_per_step_would_buy(folder, capsys):
     """A step has 32 samples and the noise scale is 96: gradients of 32 and of 64 have 1 + 96 / B times the signal."""
     lines = [
-        {"stage": "rl", "step": step, "train/gradient_signal": 2.0, "train/gradient_noise": 192.0} for step in range(60)
+        {"stage": "rl", "step": step, "time_s": 1.0, "train/gradient_signal": 2.0, "train/gradient_noise": 192.0}
+        for step in range(60)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["plan", "--compare", str(folder)]) == 0
