@@ -227,7 +227,7 @@ def test_truncation_that_no_setting_names_is_seen_by_the_sign_of_the_mismatch(ra
     [
         ({}, {}, True),
         ({"rollout/turns_mean": 2.0}, {}, False),
-        ({"rollout/unscored_frac": 0.1}, {}, False),
+        ({"rollout/unscored_frac": 0.04}, {}, False),
         ({}, {"mask_truncated": True}, False),
         ({}, {"rejection": "token_k1"}, False),
     ],
@@ -323,9 +323,96 @@ def test_an_evaluation_on_training_rows_is_worth_a_word(seen, expected):
         (0.0, 0.6, 1.0, [("answers_fail", "reward_inverted")]),
         (0.0, 0.0, 1.0, [("answers_fail", "reward_broken")]),
         (0.0, 0.0, -1.0, [("answers_fail", "weight_negative")]),
-        (0.4, 0.6, 1.0, []),
+        (0.5, 0.6, 1.0, [("answers_fail", "some_answers_fail")]),
+        (0.95, 0.6, 1.0, []),
     ],
 )
 def test_answers_without_reward_are_named_in_the_first_step(answers, policy, weight, expected):
     settings = {"reward": {"components": [{"use": "exact", "weight": weight}]}}
     assert alarms_of(settings, {"rollout/answer_pass_rate": answers, "rollout/pass_rate": policy}, times=1) == expected
+
+
+@pytest.mark.parametrize(("explained", "warmup", "is_found"), [(0.0, 0, True), (0.0, 60, False), (0.3, 0, False)])
+def test_a_critic_that_explains_nothing_long_after_its_warmup(explained, warmup, is_found):
+    line = {"critic/explained_variance": explained, "critic/loss": 0.1, "rollout/reward_std": 0.5}
+    expected = [("critic_useless", "critic_untrained")] if is_found else []
+    assert alarms_of({"critic": {"warmup_updates": warmup}}, line, times=80) == expected
+    assert alarms_of({}, line | {"rollout/reward_std": 0.0}, times=80) == [], "there is nothing to explain"
+
+
+@pytest.mark.parametrize(("staleness", "cause"), [(0.0, "few_tokens_differ"), (2.0, "off_policy")])
+def test_a_mean_importance_weight_far_from_1_needs_no_correction_to_be_seen(staleness, cause):
+    line = {"train/mismatch_ratio_mean": 3.0, "rollout/staleness_mean": staleness}
+    assert alarms_of({}, line) == [("correction_weights", cause)]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({}, [("samples_unscored", "samples_fail")]),
+        ({"rollout/turns_mean": 2.0}, [("samples_unscored", "environment_fails")]),
+        ({"reward/a_fault_frac": 0.04, "reward/b_fault_frac": 0.04}, [("samples_unscored", "reward_code_fails")]),
+        ({"reward/a_fault_frac": 0.2}, [("rewards_fail", "reward_code_fails")]),
+        ({"rollout/unscored_frac": 0.04}, []),
+    ],
+)
+def test_samples_without_a_reward_are_seen_whatever_fails(line, expected):
+    assert alarms_of({}, {"rollout/unscored_frac": 0.2, **line}) == expected
+
+
+def test_a_judge_that_likes_worthless_responses_is_named_with_the_one_that_it_likes():
+    line = {"reward/judge_canary_empty_mean": 0.1, "reward/judge_canary_colon_mean": 0.95}
+    watch = AlarmWatch({})
+    for step in range(3):
+        watch.add({"stage": "rl", "step": step, **line})
+    assert [(alarm.name, alarm.metric) for alarm in watch.alarms] == [
+        ("judge_deceived", max(line, key=line.__getitem__))
+    ]
+    assert alarms_of({}, line | {"reward/judge_canary_colon_mean": 0.3}) == []
+
+
+@pytest.mark.parametrize(("flag", "first", "last", "is_found"), [
+    ("directive", 0.0, 0.4, True), ("directive", 0.3, 0.4, False), ("boxed", 0.0, 0.9, False),
+])  # fmt: skip
+def test_signs_of_being_written_for_a_judge_spread(flag, first, last, is_found):
+    other = {"reward/judge_flag_invisible_mean": 0.05}
+    lines = [{f"reward/judge_flag_{flag}_mean": share, **other} for share in (first, last)]
+    watch = AlarmWatch({})
+    for step in range(60):
+        watch.add({"stage": "rl", "step": step, **lines[step // 30]})
+    found = [(alarm.name, alarm.metric) for alarm in watch.alarms]
+    assert found == ([("responses_flatter", "reward/judge_flag_directive_mean")] if is_found else [])
+
+
+@pytest.mark.parametrize(("spread", "is_found"), [(0.2, True), (0.5, False)])
+def test_entropy_that_falls_is_a_collapse_where_rewards_differ_less_too(spread, is_found):
+    before = {"train/entropy": 1.0, "rollout/reward_std": 0.4, "rollout/reward_mean": 0.5, "rollout/pass_rate": 0.5}
+    found = alarms_of({}, before, before | {"train/entropy": 0.1, "rollout/reward_std": spread})
+    assert (("entropy_collapse", "exploration_lost") in found) == is_found
+
+
+@pytest.mark.parametrize(
+    ("later", "cause"),
+    [
+        ({"time/reward_s": 24.0}, "rewards_slower"),
+        ({"time/generate_s": 42.0, "rollout/response_tokens_mean": 900.0}, "responses_longer"),
+        ({"time/generate_s": 42.0}, "sampling_slower"),
+        ({"time/train_s": 42.0}, "machine_slower"),
+    ],
+)
+def test_steps_that_take_five_times_as_long(later, cause):
+    before = {f"time/{part}_s": 2.0 for part in ("reward", "generate", "train")}
+    before |= {"time/step_s": 10.0, "rollout/response_tokens_mean": 100.0}
+    found = [
+        cause for name, cause in alarms_of({}, before, before | {"time/step_s": 50.0} | later) if name == "steps_slower"
+    ]
+    assert found == [cause]
+    assert alarms_of({}, before, before | {"time/step_s": 20.0}) == []
+
+
+@pytest.mark.parametrize(
+    ("spread", "cause"), [(20.0, "advantages_not_normalised"), (1.0, "advantage_bound_too_narrow")]
+)
+def test_why_many_advantages_are_clipped(spread, cause):
+    line = {"train/advantage_clipped_frac": 0.2, "train/advantage_std": spread}
+    assert alarms_of({}, line) == [("advantages_clipped", cause)]

@@ -73,6 +73,8 @@ class AlarmRule:
     causes: tuple[Cause, ...]
     source: str
     """Where the limit comes from."""
+    worst: Callable[[History, str], float] = History.now
+    """Of several metrics that fit the first pattern, the one with the largest of these is the alarm's."""
 
 
 def shown(value: float) -> str:

@@ -224,8 +224,8 @@ def _alarm(rule: AlarmRule, history: History, *, since: int) -> Alarm:
 
 
 def _worst(rule: AlarmRule, history: History) -> str:
-    """Of a pattern's metrics the one with the largest value, which the rule's limit is about."""
-    return max(history.names(rule.metrics[0]), key=history.now)
+    """Of a pattern's metrics the one that the alarm is about."""
+    return max(history.names(rule.metrics[0]), key=lambda name: rule.worst(history, name))
 
 
 def _evidence(rule: AlarmRule, cause: Cause, history: History) -> Iterable[str]:

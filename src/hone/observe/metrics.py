@@ -158,6 +158,12 @@ METRICS: dict[str, Metric] = {
     "reward/<component>_not_applied_frac": Metric(
         "fraction", "Samples of prompts that the component does not apply to."
     ),
+    "reward/<component>_canary_<name>_mean": Metric(
+        "score", "What a judge gave worthless responses of this kind, from 0 to 1; in steps that had any."
+    ),
+    "reward/<component>_flag_<name>_mean": Metric(
+        "fraction", "Responses with this sign of being written for a judge: docs/rewards-judge.md has the signs."
+    ),
     "reward/<component>_prefix_hit_frac_mean": Metric(
         "fraction", "Prompt tokens that a judge's engine had in its prefix cache, since its last log line."
     ),

@@ -77,6 +77,40 @@ LIVENESS = (
         source=f"errors above 5 % sustained: {PRIME}; miles",
     ),
     AlarmRule(
+        name="samples_unscored",
+        level="liveness",
+        pattern="samples have no reward, though no single component fails often",
+        metrics=("rollout/unscored_frac",),
+        when=above("rollout/unscored_frac", 0.05),
+        silenced_by=("rewards_fail", "groups_lost"),
+        causes=(
+            Cause(
+                name="reward_code_fails",
+                what="several components, or several services of them, each fail on a few samples.",
+                change="the components' code, or reward.components.timeout_s",
+                confirm="logs/training.log names the most frequent error; the shares of reward/<component>_fault_frac "
+                "add up to this one. If they are 0, the samples themselves failed.",
+                applies=lambda h: any(h.mean(name, 5) > 0 for name in h.names("reward/<component>_fault_frac")),
+                reads=("reward/<component>_fault_frac",),
+            ),
+            Cause(
+                name="environment_fails",
+                what="the environment raises errors or exceeds its timeout, so the sample has no end to score.",
+                change="the environment's code, or rollout.environment.timeout_s",
+                confirm="logs/training.log names the most frequent error. Without the environment no sample is lost.",
+                applies=lambda h: bool(h.names("rollout/turns_mean")),
+                reads=("rollout/turns_mean", "rollout.environment.timeout_s"),
+            ),
+            Cause(
+                name="samples_fail",
+                what="samples failed before they were scored, or their rows do not have what the reward needs.",
+                change="data.train: the rows that logs/training.log names",
+                confirm="samples/ has the fault of each sample; hone check RUN.yaml tries the reward on real rows.",
+            ),
+        ),
+        source=f"errored or empty samples above 5 % sustained: {PRIME}",
+    ),
+    AlarmRule(
         name="groups_lost",
         level="liveness",
         pattern="whole groups are replaced because too few of their samples could be scored",

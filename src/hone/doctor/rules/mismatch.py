@@ -56,6 +56,13 @@ TRUNCATED_SAMPLING = Cause(
     applies=is_sampling_truncated,
     reads=("rollout.top_p", "rollout.top_k", "rollout.min_p", "train/mismatch_ratio_mean", "train/mismatch_kl"),
 )
+FEW_TOKENS_DIFFER = Cause(
+    name="few_tokens_differ",
+    what="single tokens have very different probabilities in trainer and sampler.",
+    change="algorithm.correction: icepop",
+    confirm="train/mismatch_gap is small while the spread is large: rare tokens, not a shift of all.",
+    reads=(GAP,),
+)
 MISMATCH = (
     AlarmRule(
         name="tokens_masked",
@@ -220,13 +227,7 @@ MISMATCH = (
                 applies=is_stale,
                 reads=("rollout/staleness_mean", "algorithm.correction"),
             ),
-            Cause(
-                name="few_tokens_differ",
-                what="single tokens have very different probabilities in trainer and sampler.",
-                change="algorithm.correction: icepop",
-                confirm="train/mismatch_gap is small while the spread is large: rare tokens, not a shift of all.",
-                reads=(GAP,),
-            ),
+            FEW_TOKENS_DIFFER,
         ),
         source=f"effective sample size below 0.3, std above 1, chi-square above 1, a KL beyond 0.1: {VERL_CORRECTION}",
     ),
@@ -252,8 +253,8 @@ MISMATCH = (
         name="correction_weights",
         level="optimisation",
         pattern="importance weights are far from 1 on average",
-        metrics=("train/correction_mean",),
-        when=outside("train/correction_mean", 0.5, 2.0),
+        metrics=("train/mismatch_ratio_mean", "train/correction_mean"),
+        when=either(outside("train/mismatch_ratio_mean", 0.5, 2.0), outside("train/correction_mean", 0.5, 2.0)),
         silenced_by=("mismatch", "importance_weights"),
         causes=(
             Cause(
@@ -261,8 +262,10 @@ MISMATCH = (
                 what="trainer and sampler have become different policies.",
                 change="rollout.max_staleness: lower",
                 confirm="The mean returns to 1 at rollout.max_staleness 0.",
+                applies=is_stale,
                 reads=("rollout/staleness_mean", GAP),
             ),
+            FEW_TOKENS_DIFFER,
         ),
         source=f"mean within 0.5 to 2: {VERL_CORRECTION}",
     ),

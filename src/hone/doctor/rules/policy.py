@@ -28,6 +28,8 @@ from hone.doctor.rules.common import (
     moves_far,
 )
 
+SPREAD = "rollout/reward_std"
+
 
 def _kl_dominates(h: History) -> bool:
     spread, coefficient = h.mean("train/advantage_std", 5), h.now("train/kl_coef")
@@ -211,11 +213,15 @@ POLICY = (
         name="entropy_collapse",
         level="optimisation",
         pattern="the policy's entropy collapses while accuracy does not rise",
-        metrics=(ENTROPY, "rollout/reward_std", PASS),
+        metrics=(ENTROPY, SPREAD, PASS),
         when=when(
-            "below 0.2 times its mean of steps 5 to 20, or below 0.01, while the reward is not rising",
+            "below 0.2 times its mean of steps 5 to 20 with rollout/reward_std below its own, or below 0.01, while the "
+            "reward is not rising",
             lambda h: (
-                (h.mean(ENTROPY, 10) < max(0.2 * h.base(ENTROPY), 0.0) or h.mean(ENTROPY, 10) < 0.01)
+                (
+                    (h.mean(ENTROPY, 10) < 0.2 * h.base(ENTROPY) and h.mean(SPREAD, 10) < h.base(SPREAD))
+                    or h.mean(ENTROPY, 10) < 0.01
+                )
                 and not is_rising_by_std(h)
                 and h.mean(PASS, 10) < 0.9
             ),

@@ -17,7 +17,8 @@ from hone.doctor.rules.common import (
     pays_length,
 )
 
-SPREAD = "rollout/reward_std"
+SPREAD, EXPLAINED = "rollout/reward_std", "critic/explained_variance"
+CANARY, FLAG = "reward/<component>_canary_<name>_mean", "reward/<component>_flag_<name>_mean"
 
 
 def _became_constant(h: History) -> bool:
@@ -28,15 +29,30 @@ def _became_constant(h: History) -> bool:
     return still >= 3 and len(before) == 10 and min(before) > 0.4 * max(before)
 
 
+def _flag_has_grown(h: History, flag: str) -> float:
+    """A flag's share of the last ten steps over what is usual; `boxed` is none, for a task may ask for it."""
+    return 0.0 if "_flag_boxed_" in flag else h.mean(flag, 10) / max(0.1, 2 * h.first(flag))
+
+
 REWARDS = (
     AlarmRule(
         name="answers_fail",
         level="data",
         pattern="the data's own answers do not earn the reward",
         metrics=(ANSWERS_PASS, PASS),
-        when=below(ANSWERS_PASS, 0.1),
+        when=below(ANSWERS_PASS, 0.9),
         of=(1, 1),
         causes=(
+            Cause(
+                name="some_answers_fail",
+                what="some of the data's answers do not earn the reward: these rows are wrong, or the reward does not "
+                "know their form.",
+                change="hone check RUN.yaml names the rows: repair or remove them, or have the reward's parser read "
+                "them",
+                confirm="Solve three of these rows by hand. If their answers are right, the reward is wrong, unless it "
+                "is not about being right.",
+                applies=lambda h: h.now(ANSWERS_PASS) >= 0.1,
+            ),
             Cause(
                 name="weight_negative",
                 what="a component that measures success has a negative weight, so success is punished.",
@@ -60,7 +76,7 @@ REWARDS = (
                 confirm="hone check RUN.yaml names rows whose gold answer scores below 1.",
             ),
         ),
-        source=OURS,
+        source="right answers score 1; a tenth of wrong rows ours",
     ),
     AlarmRule(
         name="reward_constant",
@@ -108,6 +124,53 @@ REWARDS = (
             ),
         ),
         source="length bias of judges and of rewards: Dr. GRPO (arXiv:2503.20783); limits ours",
+    ),
+    AlarmRule(
+        name="judge_deceived",
+        level="data",
+        pattern="a judge gives worthless responses a high score",
+        metrics=(CANARY,),
+        when=above(CANARY, 0.5, mean=3),
+        of=(2, 3),
+        causes=(
+            Cause(
+                name="judge_can_be_gamed",
+                what="a response without an answer earns what a good one does, so the policy can learn to please the "
+                "judge without answering.",
+                change="the judge: a larger model, a reference in its template, penalties; beside it a component that "
+                "cannot be talked into anything",
+                confirm="hone eval-judge on pairs with nonsense in them: canary_<name> is as high there. If it is low, "
+                "the template of the run differs.",
+                reads=(FLAG,),
+            ),
+        ),
+        source="canary_threshold 0.5 (docs/rewards-judge.md); ours",
+    ),
+    AlarmRule(
+        name="responses_flatter",
+        level="data",
+        pattern="more and more responses speak to the judge instead of answering",
+        metrics=(FLAG,),
+        when=when(
+            "above 0.1 and twice its first value, on average of ten",
+            lambda h: any(_flag_has_grown(h, flag) > 1 for flag in h.names(FLAG)),
+        ),
+        worst=_flag_has_grown,
+        of=(4, 5),
+        after=9,
+        causes=(
+            Cause(
+                name="reward_exploited",
+                what="ratings of themselves, orders to the judge or hidden characters earn reward, and the policy has "
+                "found them.",
+                change="penalties of the judge for that flag; a stronger judge; beside it a component that cannot be "
+                "talked into anything",
+                confirm="With the penalty the flag's share falls. If it stays, samples/ shows whether the task asks "
+                "for such words.",
+                reads=(CANARY,),
+            ),
+        ),
+        source="what policies have learnt of judges (docs/rewards-judge.md); limits ours",
     ),
     AlarmRule(
         name="reward_random",
@@ -205,13 +268,23 @@ def _is_worse_than_nothing(h: History) -> bool:
     return h.mean("critic/loss", 5) > 2 * square > 0
 
 
+def _explains_nothing(h: History) -> bool:
+    """On average of twenty, and thirty updates or more after its warm-up, the values are no better than their mean."""
+    warmup = h.number("critic.warmup_updates")
+    is_trained = h.count(EXPLAINED) >= 30 + (warmup if warmup > 0 else 0)
+    return is_trained and h.mean(EXPLAINED, 20) < 0.02 and h.mean(SPREAD, 20) > 0
+
+
 CRITIC = (
     AlarmRule(
         name="critic_useless",
         level="optimisation",
         pattern="the critic explains nothing of the returns",
-        metrics=("critic/explained_variance", "critic/loss"),
-        when=below("critic/explained_variance", -0.05, mean=5),
+        metrics=(EXPLAINED, "critic/loss"),
+        when=either(
+            below(EXPLAINED, -0.05, mean=5),
+            when("below 0.02 on average of twenty, 30 updates or more after critic.warmup_updates", _explains_nothing),
+        ),
         of=(5, 10),
         after=15,
         silenced_by=("mismatch", "all_wrong", "all_right"),
@@ -222,18 +295,22 @@ CRITIC = (
                 change="critic.optimizer.lr: a tenth of it",
                 confirm="critic/loss is above the variance of the reward. If it falls slowly instead, it needs "
                 "critic.warmup_updates.",
-                applies=lambda h: h.mean("critic/loss", 5) > 0.5 * h.mean("rollout/reward_std", 5) ** 2,
+                applies=lambda h: (
+                    h.mean(EXPLAINED, 5) < -0.05
+                    and h.mean("critic/loss", 5) > 0.5 * h.mean("rollout/reward_std", 5) ** 2
+                ),
                 reads=("rollout/reward_std", "critic.optimizer.lr"),
             ),
             Cause(
                 name="critic_untrained",
-                what="the critic has not learnt yet.",
+                what="the critic has not learnt what tells a good response from a bad one.",
                 change="critic.warmup_updates: 20; critic.optimizer.lr: larger",
-                confirm="critic/explained_variance rises slowly.",
+                confirm="With a larger critic.optimizer.lr critic/explained_variance rises. If it does not, the reward "
+                "may not be predictable; algorithm.credit: group_norm needs no critic.",
                 reads=("critic.warmup_updates", "critic.optimizer.lr"),
             ),
         ),
-        source="near 0 after its warm-up it is of no use; -0.05 ours",
+        source="near 0 after its warm-up it is of no use; -0.05, 0.02 and 30 updates ours",
     ),
     AlarmRule(
         name="critic_loss",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hone.doctor.history import History
-from hone.doctor.rule import AlarmRule, Cause, above, below, when
-from hone.doctor.rules.common import KL_UPDATE, MILES, OURS, USUAL, noise_scale, samples_per_step
+from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, when
+from hone.doctor.rules.common import KL_UPDATE, LENGTH, MILES, OURS, USUAL, noise_scale, samples_per_step
+from hone.doctor.rules.liveness import PARTS_OF_A_STEP
 
 CLIPPED = ("train/clip_high_frac", "train/clip_low_frac")
 JUDGE_HITS, JUDGE_CACHE = "reward/<component>_prefix_hit_frac_mean", "reward/<component>_cache_used_frac_mean"
@@ -15,6 +16,15 @@ def _is_clip_idle(h: History) -> bool:
     return min(h.recent("train/optimizer_steps", 20), default=0) > 1 and all(
         h.count(name) >= 20 and not any(h.recent(name, 20)) for name in CLIPPED
     )
+
+
+def _grown_s(h: History, name: str) -> float:
+    """Seconds that a time of the last ten steps is above that of steps 5 to 20."""
+    return h.mean(name, 10) - h.base(name)
+
+
+def _is_most_of_the_growth(h: History, part: str) -> bool:
+    return _grown_s(h, f"time/{part}_s") > 0.5 * _grown_s(h, "time/step_s")
 
 
 TUNING = (
@@ -132,6 +142,58 @@ TUNING = (
             ),
         ),
         source=OURS,
+    ),
+    AlarmRule(
+        name="steps_slower",
+        level="tuning",
+        pattern="a step takes several times as long as it did",
+        metrics=("time/step_s", *PARTS_OF_A_STEP),
+        when=when(
+            "on average of ten above 3 times its mean of steps 5 to 20, and 1 s more",
+            lambda h: _grown_s(h, "time/step_s") > max(2 * h.base("time/step_s"), 1),
+            Limit("time/step_s", high=3, of_baseline=True),
+        ),
+        of=(8, 10),
+        after=20,
+        silenced_by=("step_stalls", "rewards_slow"),
+        causes=(
+            Cause(
+                name="rewards_slower",
+                what="the rewards take most of the added time.",
+                change="the reward: what grows with each call; for a service more replicas",
+                confirm="trace.json has each component's time. If the responses are longer, so is what a judge reads.",
+                applies=lambda h: _is_most_of_the_growth(h, "reward"),
+                reads=(LENGTH,),
+            ),
+            Cause(
+                name="responses_longer",
+                what="responses are longer, so sampling and training take longer.",
+                change="rollout.max_response_tokens, algorithm.overlong_buffer_frac: 0.2; nothing where right answers "
+                "need the length",
+                confirm="rollout/response_tokens_mean grew with time/step_s. If it did not, something else slows "
+                "sampling.",
+                applies=lambda h: h.mean(LENGTH, 10) > 1.5 * h.base(LENGTH),
+                reads=(LENGTH,),
+            ),
+            Cause(
+                name="sampling_slower",
+                what="sampling takes most of the added time, and responses are as long as before: an engine is slow, "
+                "or shares its machine.",
+                change="what else runs on the engines' devices; restart the slow engine",
+                confirm="engine/<engine>_queue_peak of one engine alone is large. If all are, compare "
+                "engine/replicas_up with before.",
+                applies=lambda h: _is_most_of_the_growth(h, "generate"),
+                reads=("engine/replicas_up", "engine/<engine>_queue_peak"),
+            ),
+            Cause(
+                name="machine_slower",
+                what="every part takes longer, or the update or its publishing does: something else uses the machine.",
+                change="what else runs there (hone doctor without a run shows the load)",
+                confirm="time/train_s grew though train/tokens did not.",
+                reads=("train/tokens",),
+            ),
+        ),
+        source="time per step is among the figures to watch in common guides; 3 times ours",
     ),
     AlarmRule(
         name="samples_late",
@@ -347,6 +409,14 @@ TUNING = (
         when=above("train/advantage_clipped_frac", 0.05, mean=5),
         of=(5, 5),
         causes=(
+            Cause(
+                name="advantages_not_normalised",
+                what="advantages are large because rewards are, and nothing divides them by their spread.",
+                change="algorithm.credit: group_norm; or algorithm.normalize_rewards: true",
+                confirm="train/advantage_std becomes about 1. If it was so before, the bound is too narrow.",
+                applies=lambda h: h.mean("train/advantage_std", 5) > 3,
+                reads=("rollout/reward_std", "algorithm.credit", "algorithm.normalize_rewards"),
+            ),
             Cause(
                 name="advantage_bound_too_narrow",
                 what="algorithm.advantage_clip is narrow for the spread of the advantages.",
