@@ -335,7 +335,7 @@ def test_answers_without_reward_are_named_in_the_first_step(answers, policy, wei
 @pytest.mark.parametrize(("explained", "warmup", "is_found"), [(0.0, 0, True), (0.0, 60, False), (0.3, 0, False)])
 def test_a_critic_that_explains_nothing_long_after_its_warmup(explained, warmup, is_found):
     line = {"critic/explained_variance": explained, "critic/loss": 0.1, "rollout/reward_std": 0.5}
-    expected = [("critic_useless", "critic_untrained")] if is_found else []
+    expected = [("critic_idle", "critic_untrained")] if is_found else []
     assert alarms_of({"critic": {"warmup_updates": warmup}}, line, times=80) == expected
     assert alarms_of({}, line | {"rollout/reward_std": 0.0}, times=80) == [], "there is nothing to explain"
 

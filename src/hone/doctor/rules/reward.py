@@ -275,16 +275,21 @@ def _explains_nothing(h: History) -> bool:
     return is_trained and h.mean(EXPLAINED, 20) < 0.02 and h.mean(SPREAD, 20) > 0
 
 
+CRITIC_UNTRAINED = Cause(
+    name="critic_untrained",
+    what="the critic has not learnt what tells a good response from a bad one.",
+    change="critic.warmup_updates: 20; critic.optimizer.lr: larger",
+    confirm="With a larger critic.optimizer.lr critic/explained_variance rises. If it does not, the reward "
+    "may not be predictable; algorithm.credit: group_norm needs no critic.",
+    reads=("critic.warmup_updates", "critic.optimizer.lr"),
+)
 CRITIC = (
     AlarmRule(
         name="critic_useless",
         level="optimisation",
         pattern="the critic explains nothing of the returns",
         metrics=(EXPLAINED, "critic/loss"),
-        when=either(
-            below(EXPLAINED, -0.05, mean=5),
-            when("below 0.02 on average of twenty, 30 updates or more after critic.warmup_updates", _explains_nothing),
-        ),
+        when=below(EXPLAINED, -0.05, mean=5),
         of=(5, 10),
         after=15,
         silenced_by=("mismatch", "all_wrong", "all_right"),
@@ -295,22 +300,26 @@ CRITIC = (
                 change="critic.optimizer.lr: a tenth of it",
                 confirm="critic/loss is above the variance of the reward. If it falls slowly instead, it needs "
                 "critic.warmup_updates.",
-                applies=lambda h: (
-                    h.mean(EXPLAINED, 5) < -0.05
-                    and h.mean("critic/loss", 5) > 0.5 * h.mean("rollout/reward_std", 5) ** 2
-                ),
+                applies=lambda h: h.mean("critic/loss", 5) > 0.5 * h.mean("rollout/reward_std", 5) ** 2,
                 reads=("rollout/reward_std", "critic.optimizer.lr"),
             ),
-            Cause(
-                name="critic_untrained",
-                what="the critic has not learnt what tells a good response from a bad one.",
-                change="critic.warmup_updates: 20; critic.optimizer.lr: larger",
-                confirm="With a larger critic.optimizer.lr critic/explained_variance rises. If it does not, the reward "
-                "may not be predictable; algorithm.credit: group_norm needs no critic.",
-                reads=("critic.warmup_updates", "critic.optimizer.lr"),
-            ),
+            CRITIC_UNTRAINED,
         ),
-        source="near 0 after its warm-up it is of no use; -0.05, 0.02 and 30 updates ours",
+        source="near 0 after its warm-up it is of no use; -0.05 ours",
+    ),
+    AlarmRule(
+        name="critic_idle",
+        level="tuning",
+        pattern="long after its warm-up the critic still explains nothing of the returns",
+        metrics=(EXPLAINED, SPREAD),
+        when=when(
+            "below 0.02 on average of twenty, 30 updates or more after critic.warmup_updates, while rewards differ",
+            _explains_nothing,
+        ),
+        of=(10, 10),
+        silenced_by=("critic_useless", "critic_loss", "mismatch", "all_wrong", "all_right"),
+        causes=(CRITIC_UNTRAINED,),
+        source="near 0 after its warm-up it is of no use; 0.02 and 30 updates ours",
     ),
     AlarmRule(
         name="critic_loss",
