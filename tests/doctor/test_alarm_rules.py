@@ -129,6 +129,25 @@ def test_memory_beyond_every_earlier_peak_is_a_leak():
 
 
 @pytest.mark.parametrize(
+    ("process", "what"),
+    [("reward_workers", "a reward function"), ("environments", "an environment"), ("engine-1", "an engine or a rank")],
+)
+def test_the_process_that_grows_is_named_not_the_largest(process, what):
+    watch = AlarmWatch({})
+    for step in range(100):
+        grown = {f"memory/{name}_process_rss_gib": size for name, size in (("rank-0", 30.0), ("engine-0", 20.0))}
+        grown[f"memory/{process}_process_rss_gib"] = 1 + 0.5 * step
+        watch.add({"stage": "rl", "step": step, "memory/rss_gib": 1.0, **grown})
+    (alarm,) = watch.alarms
+    assert (alarm.name, alarm.cause, alarm.metric) == (
+        "process_memory_grows",
+        "memory_leak",
+        f"memory/{process}_process_rss_gib",
+    )
+    assert alarm.what.startswith(what)
+
+
+@pytest.mark.parametrize(
     ("figures", "cause"),
     [
         ({"cache_used": 0.98, "prefix_hit": 0.02}, "judge_cache_full"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hone.doctor.watch import AlarmWatch
 from hone.errors import ConfigError, RewardError
 from hone.reward.rewards import first_fault
 
@@ -87,6 +88,12 @@ def forks(group):
 def whose_process(group):
     return [float(os.getpid())] * len(group.samples)
 
+KEPT = []
+
+def keeps_what_it_made(group):
+    KEPT.append(b"x" * (3 << 20))
+    return [1.0] * len(group.samples)
+
 def chatty(group):
     print("to the output")
     return [1.0] * len(group.samples)
@@ -137,6 +144,25 @@ def test_it_runs_in_another_process_and_stays_there(score_all, make_group):
     first, second = score_all("whose_process", make_group("a"), make_group("a"))
     assert first.rewards == second.rewards
     assert first.rewards[0] != os.getpid()
+
+
+@pytest.mark.parametrize(("function", "named"), [("keeps_what_it_made", ["process_memory_grows"]), ("length", [])])
+def test_memory_that_a_function_keeps_is_logged_and_named(make_rewards, make_group, function, named):
+    """It is in the processes of the pool, not in this one."""
+
+    async def run():
+        rewards, watch = make_rewards({"use": f"mine.py:{function}"}, source=SOURCE), AlarmWatch({})
+        assert rewards.memory_metrics() == {}
+        async with rewards:
+            for step in range(70):
+                await rewards.score(make_group("a"))
+                watch.add({"stage": "rl", "step": step, "memory/rss_gib": 1.0, **rewards.memory_metrics()})
+        return watch.alarms
+
+    alarms = asyncio.run(run())
+    assert [alarm.name for alarm in alarms] == named
+    assert all(alarm.metric == "memory/reward_workers_process_rss_gib" for alarm in alarms)
+    assert all(alarm.what.startswith("a reward function keeps") for alarm in alarms)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ from hone.loop.supervised import (
 from hone.loop.utilisation import Utilisation
 from hone.memory.ladder import Predict
 from hone.model.load import hf_folder
+from hone.reward.rewards import Rewards
+from hone.rollout.engine import Engine
+from hone.rollout.episodes import EpisodeEngine
 from hone.rollout.router import Router
 from hone.run.check_rewards import gold_response, has_answers, is_decided_by_answer, token_ids
 from hone.runtime.processes import spared_collector
@@ -142,7 +145,7 @@ async def optimise_policy(
     )
     try:
         async with rewards:
-            with spared_collector():
+            with spared_collector(), job.observer.watching(lambda: memory_of_user_code(rewards, engine)):
                 await train_policy(run)
         await finish_stage(job, run)
         export_best(job, run)
@@ -151,6 +154,12 @@ async def optimise_policy(
         await engine.close()
         services = job.services.summary()
         job.observer.say(f"rewards: {rewards.summary()}{f'; services: {services}' if services else ''}")
+
+
+def memory_of_user_code(rewards: Rewards, engine: Engine) -> dict[str, float]:
+    """Memory of the processes that the user's rewards and environments run in."""
+    environments = engine.memory_metrics() if isinstance(engine, EpisodeEngine) else {}
+    return rewards.memory_metrics() | environments
 
 
 def answers_of(job: Job) -> Answers | None:

@@ -331,7 +331,9 @@ METRICS: dict[str, Metric] = {
     "memory/rss_gib": Metric("GiB", "Resident memory of this process."),
     "memory/peak_rss_gib": Metric("GiB", "Peak resident memory of this process."),
     "memory/<process>_process_rss_gib": Metric(
-        "GiB", "Resident memory of a cluster process (a trainer rank or an engine), sampled in the background."
+        "GiB",
+        "Resident memory of a cluster process (a trainer rank or an engine), sampled in the background; of all "
+        "processes with user code together (`reward_workers`, `environments`).",
     ),
     "memory/<engine>_cache_tokens": Metric(
         "tokens", "Peak tokens in an engine's KV cache since the last log line; approximate."

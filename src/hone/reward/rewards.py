@@ -242,6 +242,10 @@ class Rewards:
         """Worker processes that were restarted because they had hung or died."""
         return self._pool.workers.restarts
 
+    def memory_metrics(self) -> dict[str, float]:
+        """Memory of the processes that user functions run in."""
+        return self._pool.workers.memory_metrics("reward_workers")
+
     @property
     def timeouts(self) -> int:
         """How often user functions took too long, see `RewardPool.timeouts`."""

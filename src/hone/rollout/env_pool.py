@@ -66,6 +66,10 @@ class EnvironmentPool:
         except WorkerDied as died:
             raise EnvironmentFault(f"the process of the environments {died}") from died
 
+    def memory_metrics(self) -> dict[str, float]:
+        """Memory of the process."""
+        return self._workers.memory_metrics("environments")
+
     async def close(self) -> None:
         """End the process, within seconds."""
         await self._workers.close()

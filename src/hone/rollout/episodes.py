@@ -96,6 +96,10 @@ class EpisodeEngine:
         finally:
             await self._environments.close()
 
+    def memory_metrics(self) -> dict[str, float]:
+        """Memory of the environments' process."""
+        return self._environments.memory_metrics()
+
     def fingerprint(self) -> str:
         """See `Engine.fingerprint`."""
         return self._engine.fingerprint()

@@ -107,6 +107,13 @@ class WorkerProcess:
             return 0.0
         return times.user + times.system
 
+    def rss_bytes(self) -> int:
+        """Resident memory of the process; 0 when it is gone."""
+        try:
+            return psutil.Process(self._process.pid).memory_info().rss
+        except psutil.Error:
+            return 0
+
     async def ask(self, message: Any) -> Any:
         """Send a message and return the reply. Raises WorkerDied."""
         with contextlib.closing(WorkerSession(self)) as session:
@@ -245,6 +252,11 @@ class WorkerPool:
             raise
         finally:
             self._free.put_nowait(number)
+
+    def memory_metrics(self, name: str) -> dict[str, float]:
+        """`memory/<name>_process_rss_gib`, of all workers together; nothing while none has been started."""
+        started = [worker for worker in self._workers if worker is not None]
+        return {f"memory/{name}_process_rss_gib": sum(w.rss_bytes() for w in started) / 2**30} if started else {}
 
     async def close(self) -> None:
         """End all workers, within seconds."""

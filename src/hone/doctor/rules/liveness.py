@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
-from hone.doctor.rule import AlarmRule, Cause, above, when
+from hone.doctor.history import History
+from hone.doctor.rule import AlarmRule, Cause, Condition, above, when
 from hone.doctor.rules.common import MILES, NORM, OURS, PRIME, TOO_FAST
 
 PARTS_OF_A_STEP = ("time/generate_s", "time/reward_s", "time/train_s", "time/publish_s")
+HOST_MEMORY = "reports of host memory growth: verl issues 429, 630, 2950; limit ours"
+PROCESS = "memory/<process>_process_rss_gib"
+
+
+def _grows_step_by_step(metric: str) -> Condition:
+    """Memory of a process, of any that fits the pattern."""
+
+    def grows(h: History, name: str) -> bool:
+        most = h.highest(name, 40)
+        is_more = h.now(name) > max(1.05 * most, most + 0.05)
+        return is_more and sum(b > a for a, b in pairwise(h.recent(name, 41))) >= 30
+
+    return when(
+        "5 % and 0.05 GiB more than ever until 40 steps before, growing in 30 of them",
+        lambda h: any(grows(h, name) for name in h.names(metric)),
+    )
+
+
+def _has_grown(h: History, name: str) -> float:
+    """GiB since 40 steps before."""
+    most = h.highest(name, 40)
+    return h.now(name) - most if most == most else -math.inf
+
+
+def _grows_most(h: History, process: str) -> bool:
+    """Of all processes this one has grown most."""
+    return max(h.names(PROCESS), key=lambda name: _has_grown(h, name), default="") == PROCESS.replace(
+        "<process>", process
+    )
+
+
 LIVENESS = (
     AlarmRule(
         name="gradient_not_finite",
@@ -222,13 +255,7 @@ LIVENESS = (
         level="liveness",
         pattern="resident memory of the main process grows step by step",
         metrics=("memory/rss_gib",),
-        when=when(
-            "5 % and 0.05 GiB more than ever until 40 steps before, growing in 30 of them",
-            lambda h: (
-                h.now("memory/rss_gib") > max(1.05 * (most := h.highest("memory/rss_gib", 40)), most + 0.05)
-                and sum(b > a for a, b in pairwise(h.recent("memory/rss_gib", 41))) >= 30
-            ),
-        ),
+        when=_grows_step_by_step("memory/rss_gib"),
         of=(3, 3),
         after=60,
         causes=(
@@ -240,6 +267,43 @@ LIVENESS = (
                 confirm="Without the suspected component (or with reward.workers processes) memory/rss_gib is flat.",
             ),
         ),
-        source="reports of host memory growth: verl issues 429, 630, 2950; limit ours",
+        source=HOST_MEMORY,
+    ),
+    AlarmRule(
+        name="process_memory_grows",
+        level="liveness",
+        pattern="resident memory of another process of the run grows step by step",
+        metrics=(PROCESS,),
+        when=_grows_step_by_step(PROCESS),
+        of=(3, 3),
+        after=60,
+        worst=_has_grown,
+        causes=(
+            Cause(
+                name="memory_leak",
+                what="a reward function keeps what it made: a list, a cache or a client that grows with every call.",
+                change="the function of reward.components: keep nothing between calls, or bound its cache",
+                confirm="Without the suspected component memory/reward_workers_process_rss_gib is flat. If it still "
+                "grows, it is another function of the same processes.",
+                applies=lambda h: _grows_most(h, "reward_workers"),
+            ),
+            Cause(
+                name="memory_leak",
+                what="an environment keeps what it made after its episode has ended.",
+                change="the environment of rollout.environment.use: keep nothing outside the object of the episode",
+                confirm="With environments that do nothing memory/environments_process_rss_gib is flat.",
+                applies=lambda h: _grows_most(h, "environments"),
+            ),
+            Cause(
+                name="memory_leak",
+                what="an engine or a rank keeps host memory: its caches, pinned memory, or a leak of a library.",
+                change="a fixed version of the library that the process runs; until then --resume, which begins with "
+                "new processes",
+                confirm="Those of other engines or ranks grow alike: a library or a setting. If one alone grows, "
+                "restart it.",
+                reads=("memory/rss_gib",),
+            ),
+        ),
+        source=HOST_MEMORY,
     ),
 )
