@@ -435,3 +435,31 @@ def test_steps_that_take_five_times_as_long(later, cause):
 def test_why_many_advantages_are_clipped(spread, cause):
     line = {"train/advantage_clipped_frac": 0.2, "train/advantage_std": spread}
     assert alarms_of({}, line) == [("advantages_clipped", cause)]
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ({"cache_used_frac": 1.0, "prefix_hit_frac": 0.6}, [("judge_cache_full", "judge_cache_full")]),
+        ({"cache_used_frac": 0.3, "prefix_hit_frac": 0.01}, [("judge_prompts_differ", "judge_prompts_differ_early")]),
+        ({"device_used_gib": 79.0, "device_total_gib": 80.0}, [("judge_memory_full", "judge_memory_tight")]),
+        ({"device_used_gib": 73.0, "device_total_gib": 80.0, "cache_used_frac": 0.5, "prefix_hit_frac": 0.6}, []),
+    ],
+)
+def test_a_crowded_judge_is_worth_a_word_where_nothing_waits_for_it(figures, expected):
+    line = {f"reward/judge_{name}_mean": value for name, value in figures.items()}
+    assert alarms_of({}, line | {"time/reward_s": 0.1, "time/step_s": 10.0}) == expected
+
+
+@pytest.mark.parametrize("abnormal", ["all_wrong_group_frac", "zero_std_group_frac", "truncated_frac", "empty_frac"])
+@pytest.mark.parametrize(
+    ("settings", "surprise", "expected"),
+    [
+        ({"model": {"init": {"model_type": "qwen3"}}, "stages": ["rl"]}, 1.0, "policy_untrained"),
+        ({"model": {"init": {"model_type": "qwen3"}}, "stages": ["sft", "rl"]}, 1.0, "prompts_unlike_training"),
+        ({"model": {"path": "trained"}, "stages": ["rl"]}, 1.0, "prompts_unlike_training"),
+    ],
+)
+def test_a_policy_of_random_weights_is_told_to_learn_first(abnormal, settings, surprise, expected):
+    line = {f"rollout/{abnormal}": 0.85 if abnormal != "empty_frac" else 0.5, "rollout/answer_surprise": surprise}
+    assert alarms_of(settings, line)[0][1] == expected

@@ -70,6 +70,8 @@ def test_a_stale_engine_is_distinguished_from_samples_that_are_all_old(second, c
         ("RewardError: 9 samples could not be scored: math: infra fault: ValueError", "reward_code_fails"),
         ("CheckpointError: step-000012: cannot be written: No space left on device.", "disk_full"),
         ("EngineError: engine-1: holds version 9 and samples from another policy", "one_engine_differs"),
+        ("ServiceError: service judge ended with exit code 1.\ntorch.OutOfMemoryError: CUDA", "service_out_of_memory"),
+        ("ServiceError: service judge ended with exit code 1.\nno such model", "service_fails"),
         ("KeyError: 'x'", "error"),
     ],
 )
@@ -411,7 +413,7 @@ def test_alarms_of_a_run_go_to_events_and_end_it_with_a_checkpoint(tmp_path):
     folder = tmp_path / "run"
     events = list(read_events(folder / "events.jsonl"))
     (alarm,) = [event for event in events if event["kind"] == "alarm" and event["name"] == "truncation"]
-    assert (alarm["stage"], alarm["since"], alarm["cause"]) == ("rl", 1, "prompts_unlike_training")
+    assert (alarm["stage"], alarm["since"], alarm["cause"]) == ("rl", 1, "policy_untrained")
     assert events[-1]["outcome"] == "stopped by alarm truncation"
     assert list((folder / "checkpoints").iterdir())
     assert "alarm truncation since rl step 1" in (folder / "logs" / "training.log").read_text()

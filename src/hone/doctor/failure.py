@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from hone.doctor.rule import Cause
+from hone.doctor.rules.common import LESS_JUDGE_MEMORY
 from hone.doctor.watch import Alarm
 
 RUN_FAILED = "run_failed"
@@ -45,6 +46,17 @@ FAILURES: tuple[tuple[str, Cause], ...] = (
             change="prompts that are solved in part; rollout.group_size: larger; algorithm.max_dropped_per_kept",
             confirm="rollout/all_wrong_group_frac and all_right_group_frac of the last steps; an alarm that began "
             "before says why.",
+        ),
+    ),
+    (
+        "^ServiceError.*(out of memory|OutOfMemoryError|No available memory|larger than the available KV cache)",
+        Cause(
+            name="service_out_of_memory",
+            what="a service of the run file needs more device memory than there is.",
+            change=LESS_JUDGE_MEMORY + ". Where its log says that the cache has no memory: a larger "
+            "gpu_memory_utilization or a shorter max_model_len",
+            confirm="The end of its log, in the error, says what was allocated; nvidia-smi names what else is on its "
+            "devices.",
         ),
     ),
     (

@@ -66,6 +66,10 @@ def was_above_from_the_start(h: History, metric: str, limit: float) -> bool:
 
 
 LOWER_LR = "train.optimizer.lr: a tenth of it"
+LESS_JUDGE_MEMORY = (
+    "services.<name>.engine, in this order: a smaller max_num_seqs, a smaller max_num_batched_tokens, enforce_eager: "
+    "true, a shorter max_model_len, a larger tensor_parallel_size; or devices of its own"
+)
 READ_SAMPLES = "Read samples/ (or the report): the response, the answer and each component's score."
 
 TOO_FAST = Cause(
@@ -94,6 +98,22 @@ def is_surprised(h: History) -> bool:
     return h.first(SURPRISE) > 0.6
 
 
+def is_untrained(h: History) -> bool:
+    """The policy began with random weights, no supervised stage goes before, and nothing says that it knows answers:
+    neither their likelihood, where it was measured, nor the pass rate."""
+    has_random_weights = h.key("model.init") is not None and "sft" not in (h.key("stages") or ("sft",))
+    return has_random_weights and not h.first(SURPRISE) <= 0.6 and not h.mean(PASS, 10) > 0.1
+
+
+POLICY_UNTRAINED = Cause(
+    name="policy_untrained",
+    what="the policy begins with random weights (model.init) and no supervised stage: what it writes is chance.",
+    change="stages: [sft, rl], with rows that have right answers; or model.path: a trained model",
+    confirm="After a supervised stage rollout/answer_surprise is far below 1 and some first samples are right. If not, "
+    "the supervised rows have another form than the prompts.",
+    applies=is_untrained,
+    reads=("stages", SURPRISE),
+)
 PROMPTS_UNLIKE_TRAINING = Cause(
     name="prompts_unlike_training",
     what="to the policy, right answers are hardly likelier than random tokens: prompts reach it in a form that it was "

@@ -21,6 +21,7 @@ from hone.doctor.rules.common import (
     OURS,
     OWN_SURPRISE,
     PASS,
+    POLICY_UNTRAINED,
     PROMPTS_UNLIKE_TRAINING,
     READ_SAMPLES,
     REWARD,
@@ -105,6 +106,7 @@ PROMPTS = (
                 applies=lambda h: h.first(ANSWERS_PASS) < 0.1,
                 reads=(ANSWERS_PASS,),
             ),
+            POLICY_UNTRAINED,
             PROMPTS_UNLIKE_TRAINING,
             WEIGHT_DECAY_TOO_LARGE,
             Cause(
@@ -198,6 +200,7 @@ PROMPTS = (
             "reward_constant",
         ),
         causes=(
+            POLICY_UNTRAINED,
             PROMPTS_UNLIKE_TRAINING,
             WEIGHT_DECAY_TOO_LARGE,
             TEMPERATURE_TOO_HIGH,
@@ -301,6 +304,7 @@ RESPONSES = (
         when=above(TRUNCATED, 0.25),
         silenced_by=("entropy_explosion", "update_too_large", "reward_pays_length", "accuracy_lost"),
         causes=(
+            POLICY_UNTRAINED,
             PROMPTS_UNLIKE_TRAINING,
             TEMPERATURE_TOO_HIGH,
             Cause(
@@ -359,6 +363,7 @@ RESPONSES = (
         silenced_by=("mismatch", "update_too_large", "accuracy_lost"),
         causes=(
             replace(ENDED_PROMPT, applies=lambda h: h.mean(EMPTY, 5) > 0.8 and _was_empty(h)),
+            POLICY_UNTRAINED,
             PROMPTS_UNLIKE_TRAINING,
             ENDED_PROMPT,
             Cause(
