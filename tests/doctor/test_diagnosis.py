@@ -14,7 +14,7 @@ import hone
 from hone.assemble.job import LiveAlarms
 from hone.cli.main import main
 from hone.doctor.rules import RULES
-from hone.doctor.walk import WALK, walk
+from hone.doctor.walk import MORE_SAMPLES, WALK, walk
 from hone.doctor.watch import watch_lines
 from hone.errors import ConfigError, RewardError, StoppedByAlarm
 from hone.observe.events import read_events
@@ -279,14 +279,38 @@ def test_without_an_alarm_it_walks_through_what_learning_needs(tmp_path, capsys)
         "Does an update change the policy?": "no",
         "Is an update small enough?": "yes",
         "Does evaluation follow?": "yes",
+        "Would more samples per step help?": "unknown",
     }
     assert re.search(r"train/update_kl = 5e-06; at least 1e-5\n +Do: a higher train.optimizer.lr", shown)
     assert max(len(line) for line in shown.splitlines()[1:]) <= 110
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
-    assert all(f"| {step.question} |" in page for step in WALK)
+    table = page.partition("## It does not learn")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| (.+?\?) \|", table, re.M) == [*(step.question for step in WALK), MORE_SAMPLES]
     assert walk({}, [{"stage": "sft", "step": 1, "sft/loss": 1.0}]) == ()
     gold, *_ = walk({}, [{"stage": "rl", "step": 1, "rollout/answer_pass_rate": 0.5}, {"stage": "rl", "step": 2}])
     assert (gold.answer, gold.found) == ("no", "rollout/answer_pass_rate = 0.5; at least 0.9 in the first step")
+
+
+@pytest.mark.parametrize(("noise", "answer", "twice"), [(100.0, "yes", 1.83), (1.0, "no", 1.05)])
+def test_the_walk_says_what_more_samples_per_step_are_worth(noise, answer, twice):
+    """A noise scale N of 2,500 or 25 samples, and B = 256 in a step: (1 + N / B) / (1 + N / 2B)."""
+    settings = {"train": {"prompts_per_step": 16}, "rollout": {"group_size": 16}}
+    line = {"stage": "rl", "train/gradient_signal": 0.04, "train/gradient_noise": noise}
+    lines = [{**line, "step": step, "rollout/pass_rate": 0.3} for step in range(1, 61)]
+    (*_, found), (*_, early) = walk(settings, lines), walk(settings, lines[:40])
+    assert (found.question, found.answer, bool(found.do)) == (MORE_SAMPLES, answer, answer == "yes")
+    assert found.figures["worth_of_twice"] == pytest.approx(twice, abs=0.01)
+    assert f"an update with twice the samples is worth {twice:.2f}" in found.found
+    assert early.answer == "unknown" and "needs 50 steps" in early.found
+
+
+@pytest.mark.parametrize(("moved", "answer"), [(0.25, "yes"), (0.37, "no")])
+def test_the_walk_has_the_limit_of_the_alarm_for_the_size_of_an_update(moved, answer):
+    lines = [{"stage": "rl", "step": step, "train/update_kl": moved} for step in range(1, 31)]
+    for taken, expected in ((lines, answer), (lines[:10], "yes")):
+        (one,) = [one for one in walk({}, taken) if one.question == "Is an update small enough?"]
+        alarms = [alarm.name for alarm in watch_lines({}, taken).alarms]
+        assert one.answer == expected and ("update_too_large" in alarms) == (expected == "no")
 
 
 def test_all_alarms_and_json(tmp_path, capsys):

@@ -54,6 +54,11 @@ def noise_advice(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]
     for line in lines:
         if line["stage"] == "rl":
             history.add(line["step"], {name: line[name] for name in NOISE_METRICS if name in line})
+    return advice_of(history)
+
+
+def advice_of(history: History) -> NoiseAdvice | None:
+    """Like `noise_advice`, of a history of the rl stage."""
     scale, samples = noise_scale(history), samples_per_step(history)
     if history.count(NOISE_METRICS[0]) < NOISE_STEPS or math.isnan(scale) or math.isnan(samples):
         return None

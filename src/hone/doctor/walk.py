@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hone.doctor.history import History
+from hone.doctor.noise import advice_of
 from hone.doctor.rule import shown
 from hone.doctor.rules.common import (
     ANSWERS_PASS,
     EVAL,
     GAP,
     KL_UPDATE,
+    NOISE_METRICS,
+    NOISE_STEPS,
     PASS,
     SILENT,
     SURPRISE,
     TRUNCATED,
     WRONG,
     is_surprised,
+    moves_far,
 )
 
 RECENT = 20
@@ -56,7 +60,9 @@ class WalkAnswer:
     answer: Literal["yes", "no", "unknown"]
     found: str
     do: str
-    """Empty for yes."""
+    """Empty where nothing is to be done."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What the answer rests on, where one figure is not enough."""
 
 
 WALK: tuple[WalkStep, ...] = (
@@ -124,9 +130,10 @@ WALK: tuple[WalkStep, ...] = (
     WalkStep(
         "Is an update small enough?",
         KL_UPDATE,
-        lambda h: h.mean(KL_UPDATE, RECENT) <= 0.1,
-        "at most 0.1",
+        lambda h: not moves_far(h),
+        "at most 0.3 on average of three, 1 in the first ten steps",
         "a lower train.optimizer.lr",
+        figure=lambda h, metric: h.mean(metric, 3),
     ),
     WalkStep(
         "Does evaluation follow?",
@@ -139,13 +146,17 @@ WALK: tuple[WalkStep, ...] = (
 )
 
 
+MORE_SAMPLES = "Would more samples per step help?"
+"""The last question. Its answer is no sign of health: it says what twice the samples are worth."""
+
+
 def walk(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> tuple[WalkAnswer, ...]:
     """Answers from the lines of metrics.jsonl; none for a run without an rl stage.
 
     Args:
         settings: the resolved run file, nested.
     """
-    read, history = {name for step in WALK for name in (step.metric, WRONG)}, History("rl", settings)
+    read, history = {name for step in WALK for name in (step.metric, WRONG, *NOISE_METRICS)}, History("rl", settings)
     for line in lines:
         if line["stage"] == "rl":
             history.add(line["step"], {name: line[name] for name in read if name in line})
@@ -159,4 +170,17 @@ def walk(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> tup
             continue
         holds, found = step.holds(history), f"{step.metric} = {shown(value)}; {step.limit}"
         answers.append(WalkAnswer(step.question, "yes" if holds else "no", found, "" if holds else step.otherwise))
-    return tuple(answers)
+    return (*answers, _more_samples(history))
+
+
+def _more_samples(history: History) -> WalkAnswer:
+    """From the gradient noise; twice the samples are worth more than 1.33 updates where its scale is above them."""
+    advice = advice_of(history)
+    if advice is None:
+        if not history.count(NOISE_METRICS[0]):
+            return WalkAnswer(MORE_SAMPLES, "unknown", f"{NOISE_METRICS[0]} is not logged", "")
+        found = f"{NOISE_METRICS[0]} needs {NOISE_STEPS} steps, and a signal that is not lost in the noise"
+        return WalkAnswer(MORE_SAMPLES, "unknown", found, "")
+    helps = advice.scale > advice.samples
+    do = "more train.prompts_per_step, as far as time and memory allow" if helps else ""
+    return WalkAnswer(MORE_SAMPLES, "yes" if helps else "no", "; ".join(advice.lines), do, advice.as_dict())
