@@ -56,7 +56,7 @@ rollout: {{group_size: 4, max_response_tokens: 30, stop: [";"], stop_token_ids: 
           environment: {{use: game.py:Game, max_turns: 4, args: {{break_every: {break_every}}}}}}}
 train: {{prompts_per_step: 8, tokens_per_microbatch: 512, optimizer: {{lr: 1e-3}}}}
 algorithm: {{kl_loss_coef: 0.01}}
-reward: {{max_unscored_frac: {max_unscored_frac}}}
+reward: {{max_unscored_frac: {max_unscored_frac}, components: [{{use: "watched.py:length", weight: 0}}]}}
 eval: {{every: 3}}
 checkpoint: {{every: 1, keep: 9}}
 observe: {{console: quiet, tensorboard: false, trace: false}}
@@ -68,6 +68,7 @@ def write_run(folder, *, break_every=0, max_unscored_frac=0.05):
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(10)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "game.py").write_text(ENVIRONMENT)
+    (folder / "watched.py").write_text("def length(group):\n    return [len(s.text) for s in group.samples]\n")
     run_file = folder / "game.yaml"
     run_file.write_text(RUN.format(folder=folder, break_every=break_every, max_unscored_frac=max_unscored_frac))
     return run_file
@@ -98,6 +99,13 @@ def test_rewards_are_sums_over_turns_and_metrics_tell_of_them(finished):
     assert metrics["rollout/env_liked_mean"] == sum(t.metrics.get("liked", 0) for s in samples for t in s.turns) / 32
     assert metrics["gate/logprob_gap"] < 1e-5
     assert sum("eval/turns_mean" in line for line in metrics_of(finished)) == 3
+
+
+def test_memory_of_the_processes_with_user_code_is_logged(finished):
+    lines = map(json.loads, (finished / "run" / "metrics.jsonl").read_text().splitlines())
+    (line,) = [line for line in lines if line["stage"] == "rl" and line["step"] == 2 and "train/loss" in line]
+    assert 0.01 < line["memory/reward_workers_process_rss_gib"] < 2
+    assert 0.01 < line["memory/environments_process_rss_gib"] < 2
 
 
 @pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.slow("a run more")) for step in (1, 4))])
