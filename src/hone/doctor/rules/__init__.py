@@ -5,6 +5,7 @@ checked against the healthy and faulty runs of `benchmarks/doctor.py` (docs/doct
 """
 
 from hone.doctor.rule import AlarmRule
+from hone.doctor.rules.judge import JUDGES
 from hone.doctor.rules.learning import LEARNING
 from hone.doctor.rules.liveness import LIVENESS
 from hone.doctor.rules.mismatch import MISMATCH
@@ -14,7 +15,7 @@ from hone.doctor.rules.reward import CRITIC, REWARDS
 from hone.doctor.rules.tuning import TUNING
 
 RULES: tuple[AlarmRule, ...] = (
-    *LIVENESS, *PROMPTS, *RESPONSES, *REWARDS, *MISMATCH, *POLICY, *LEARNING, *CRITIC, *TUNING,
+    *LIVENESS, *PROMPTS, *RESPONSES, *REWARDS, *MISMATCH, *POLICY, *LEARNING, *CRITIC, *JUDGES, *TUNING,
 )  # fmt: skip
 NAMES = tuple(rule.name for rule in RULES)
 """Alarm names, which `observe.stop_on` takes."""
