@@ -122,7 +122,7 @@ def taken(loaded, make=models.rl_roles):
     )
     batch = full_batch(config, tokenizer.vocab_size)
     made = []
-    start = allocated(lambda: made.append(make(source, held=models.needed_roles(algorithm.needs))))
+    start = allocated(lambda: made.append(make(source, held=models.roles_of_needs(algorithm.needs))))
     (trainer,) = made
     forward = allocated(lambda: trainer.logprobs(batch, reference=trainer.reference is not None))
     measured = replace(batch, columns=dict(batch.columns) | trainer.measure(batch, algorithm.needs))
