@@ -175,9 +175,11 @@ def test_a_long_run_is_read_in_part_with_every_evaluation(tmp_path):
     assert run["stages"][0]["steps"]["values"]["x/samples"][-1] == pytest.approx(4 * steps[-1], rel=1e-3)
 
 
-def test_an_alarm_that_a_resumed_run_reports_again_and_one_of_an_older_version(tmp_path):
+def test_an_alarm_that_a_resumed_run_reports_again(tmp_path):
     """Reported at step 9 and ended, then again from the checkpoint of step 5; a new one begins at step 30."""
-    alarm = {"kind": "alarm", "name": "truncation", "stage": "rl", "cause": "no_end_token"}
+    words = dict.fromkeys(("level", "metric", "pattern", "change", "confirm", "source"), "")
+    words |= {"cause": "no_end_token", "what": "no_end_token", "evidence": []}
+    alarm = {"kind": "alarm", "name": "truncation", "stage": "rl", **words}
     ended = {"kind": "alarm_ended", "name": "truncation", "stage": "rl"}
     events = [alarm | {"step": 9, "since": 7}, ended | {"step": 12}, alarm | {"step": 9, "since": 7}]
     events += [ended | {"step": 13}, alarm | {"step": 32, "since": 30}]

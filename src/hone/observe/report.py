@@ -243,30 +243,18 @@ def alarms_of_run(run_folder: Path, watched: Iterable[Alarm] | None, *, running:
 
 def alarms_of_events(run_folder: Path) -> list[Alarm]:
     """The alarms that a run reported, in this order. A resumed run may report one again, which replaces the first."""
-    names = [field.name for field in fields(Alarm)]
+    names = [field.name for field in fields(Alarm) if field.name != "ended"]
     found: dict[tuple[str, str], list[Alarm]] = {}
     for event in events_of(run_folder / FILE, ("alarm", "alarm_ended")):
         of_name = found.setdefault((event["stage"], event["name"]), [])
         if event["kind"] == "alarm":
-            values = OLD_ALARM | {"what": event["cause"]} | {name: event[name] for name in names if name in event}
+            values = {name: event[name] for name in names}
             alarm = Alarm(**{**values, "evidence": tuple(values["evidence"])})
             of_name[:] = [other for other in of_name if other.ended is not None and other.since < alarm.since]
             of_name.append(alarm)
         elif of_name:
             of_name[-1].ended = event["step"]
     return sorted((alarm for of_name in found.values() for alarm in of_name), key=lambda alarm: alarm.step)
-
-
-OLD_ALARM: dict[str, Any] = {
-    "level": "optimisation",
-    "metric": "",
-    "pattern": "",
-    "evidence": (),
-    "change": "see `hone doctor RUN_DIR`",
-    "confirm": "",
-    "source": "",
-}
-"""What the events of older versions do not say."""
 
 
 def _failure(run_folder: Path) -> Alarm | None:
