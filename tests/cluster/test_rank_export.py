@@ -37,7 +37,7 @@ class Learner:
 
 
 def test_memory_is_given_back_after_publishing_before_the_engines_wake(monkeypatch):
-    """By each rank of those that take turns: also by one that sends to nobody and gathers with the others."""
+    """By each rank of those that take turns: also by one that sends nothing and gathers with the others."""
     monkeypatch.setattr(actors, "end_with_ray", lambda: None)
     monkeypatch.setattr(actors, "make_transport", lambda name, host: None)
 

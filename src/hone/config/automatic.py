@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.config.cluster import PoolSection, Role
-from hone.config.engine import VLLM_VISION_MODELS
+from hone.config.engine import EngineSection
 from hone.config.rules.engines import ENGINE_RULES
 from hone.config.rules.placement import CLUSTER_RULES
 from hone.config.run import RunConfig
@@ -174,7 +174,7 @@ def _choices(
 
 def _unseen(shape: Mapping[str, Any]) -> bool:
     """Whether the model has a vision tower that vLLM is not used for."""
-    return "vision_config" in shape and shape.get("model_type") not in VLLM_VISION_MODELS
+    return "vision_config" in shape and bool(EngineSection(use="vllm").vision_problem(str(shape.get("model_type"))))
 
 
 def _broken(written: RunConfig, config: RunConfig, gpus: int) -> str:

@@ -36,7 +36,7 @@ class EngineSettings:
     max_num_seqs: int
     max_model_len: int
     """Tokens of the longest sequence that it must be able to hold."""
-    section: str = ""
+    section: str
     """Of the file that its settings are in."""
     lengths: tuple[int, int] = (0, 0)
     """Tokens of the longest prompt and the longest response, for times."""

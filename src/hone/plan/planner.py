@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.automatic import on_devices
-from hone.config.engine import VLLM_VISION_MODELS
+from hone.config.engine import EngineSection
 from hone.config.render import inline
 from hone.config.rules.division import heads_divide
 from hone.config.rules.engines import ENGINE_RULES
@@ -152,7 +152,7 @@ def plan_inputs(inputs: Inputs) -> Plan:
         nodes = inputs.topology.nodes
         ledgers.append(Ledger("host", nodes, hardware.host_bytes, tuple(host)))
     verdict = judge(ledgers, violations(inputs, pools))
-    return Plan(inputs, tuple(ledgers), verdict, step_time(inputs, pools), tuple(_notes(inputs)))
+    return Plan(inputs, tuple(ledgers), verdict, step_time(inputs, pools), tuple(_notes(inputs, pools)))
 
 
 def _local_ledgers(inputs: Inputs) -> tuple[list[Ledger], list[Moment]]:
@@ -177,7 +177,7 @@ def _local_ledgers(inputs: Inputs) -> tuple[list[Ledger], list[Moment]]:
     return [Ledger(hardware.name, 1, hardware.memory_bytes, tuple(device))], host
 
 
-def _notes(inputs: Inputs) -> list[str]:
+def _notes(inputs: Inputs, pools: Sequence[PoolPlan]) -> list[str]:
     notes: list[str] = []
     if tower := inputs.architecture.tower:
         notes.append(
@@ -198,7 +198,7 @@ def _notes(inputs: Inputs) -> list[str]:
             f"cluster.engines.use = {engines.name} takes no memory of these devices; the time of its samples is "
             "counted as that of Hone's own engine on one device"
         )
-    engine = next((pool.engine for pool in pools_of(inputs) if pool.engine), None)
+    engine = next((pool.engine for pool in pools if pool.engine), None)
     if decoding := measured_decoding(inputs, engine, GPU)[1]:
         notes.append(
             f"decoding at {decoding.bandwidth:.0%} of the memory's bandwidth and {1000 * decoding.overhead_s:.1f} ms a "
@@ -234,8 +234,9 @@ def _cluster_snippet(inputs: Inputs) -> str:
 def cluster_settings(inputs: Inputs) -> dict[str, Any]:
     """Run-file keys that put a run of one process on all devices; empty if the rules do not allow it."""
     hardware, config = inputs.hardware, inputs.config
-    tower, kind = inputs.architecture.tower, inputs.architecture.model_type
-    for use in ("hone",) if tower and kind not in VLLM_VISION_MODELS else ("vllm", "hone"):
+    arch = inputs.architecture
+    is_unseen = arch.tower and EngineSection(use="vllm").vision_problem(arch.model_type)
+    for use in ("hone",) if is_unseen else ("vllm", "hone"):
         settings: dict[str, Any] = {"cluster.backend": "ray"}
         if not config.cluster.pools:  # separate ones if sampling runs ahead
             settings |= {

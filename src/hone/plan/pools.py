@@ -141,19 +141,23 @@ def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded | None:
     )
     return EnginePlan(
         replace(
-            _vllm(settled, inputs.architecture, bytes_each(inputs)),
+            _vllm(settled, "cluster.engines", inputs.architecture, bytes_each(inputs)),
             lengths=(lengths.max_prompt, lengths.max_response),
             picture_pixels=inputs.picture_pixels,
             adapter_rank=vllm_rank(inputs.config.lora.rank) if inputs.config.lora.publish == "adapter" else 0,
             prefix="engine: ",
-            section="cluster.engines",
         ),
         inputs.hardware.memory_bytes,
     )
 
 
-def _vllm(settled: EngineSection, architecture: Architecture, automatic: int) -> EngineSettings:
-    """A section whose null keys have their values, as vLLM gets it; of `automatic` see `EngineSection.bytes_each`."""
+def _vllm(settled: EngineSection, section: str, architecture: Architecture, automatic: int) -> EngineSettings:
+    """A section whose null keys have their values, as vLLM gets it.
+
+    Args:
+        section: its name in the run file.
+        automatic: see `EngineSection.bytes_each`.
+    """
     tokens, sequences, longest = settled.max_num_batched_tokens, settled.max_num_seqs, settled.max_model_len
     assert settled.gpu_memory_utilization and tokens and sequences and longest
     weight_bytes, kv_bytes = settled.bytes_each(automatic)
@@ -164,6 +168,7 @@ def _vllm(settled: EngineSection, architecture: Architecture, automatic: int) ->
         max_num_batched_tokens=tokens,
         max_num_seqs=sequences,
         max_model_len=longest,
+        section=section,
         graphs=not settled.enforce_eager,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
@@ -223,12 +228,12 @@ def _judge(inputs: Inputs, service: str) -> EnginePlan | EmbeddedJudge:
         return _embedded_judge(inputs, service, lengths, sum(one.votes for one in asked))
     architecture, settled = inputs.judges[service], engine.for_service()
     longest = engine.max_model_len or architecture.max_positions or sum(lengths)
+    settled = settled.model_copy(update={"max_model_len": longest})
     settings = replace(
-        _vllm(settled.model_copy(update={"max_model_len": longest}), architecture, DTYPE_BYTES["bfloat16"]),
+        _vllm(settled, f"services.{service}.engine", architecture, DTYPE_BYTES["bfloat16"]),
         lengths=lengths,
         answers=sum(one.votes for one in asked),
         prefix="judge: ",
-        section=f"services.{service}.engine",
     )
     return EnginePlan(settings, inputs.hardware.memory_bytes)
 

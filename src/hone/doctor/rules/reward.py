@@ -277,7 +277,7 @@ def _explains_nothing(h: History) -> bool:
 
 CRITIC_UNTRAINED = Cause(
     name="critic_untrained",
-    what="the critic has not learnt what tells a good response from a bad one.",
+    what="the critic does not distinguish good responses from bad ones yet.",
     change="critic.warmup_updates: 20; critic.optimizer.lr: larger",
     confirm="With a larger critic.optimizer.lr critic/explained_variance rises. If it does not, the reward "
     "may not be predictable; algorithm.credit: group_norm needs no critic.",
