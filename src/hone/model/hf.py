@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hone.config.run import Checkpointing
@@ -149,6 +148,8 @@ class TransformersModel(CausalModel):
     def hidden(self, layout: Layout, balance: LoadBalance | None = None) -> Tensor:
         recompute = self.checkpointing != "none" and torch.is_grad_enabled()
         if recompute and self.checkpointing != self._enabled:
+            from transformers.modeling_layers import GradientCheckpointingLayer  # brings SciPy
+
             # Transformers adds experts' biases to their products in place.
             added_to = [GROUPED_PRODUCT] * any(getattr(module, "has_bias", False) for module in self.body.modules())
             how = {"context_fn": partial(contexts, *added_to)} if self.checkpointing == "selective" else {}
