@@ -2,6 +2,7 @@
 happened."""
 
 import asyncio
+import pickle
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from hone.assemble.stages import lost_process, run_with_restarts
 from hone.assemble.workers import local_workers
 from hone.cli.main import main
 from hone.errors import ClusterError, PlacementError
+from hone.memory.rungs import TOKENS, Change, RestartWithLess
 from hone.run.audit import audit_file
 from hone.runtime.backoff import Restarts
 
@@ -114,8 +116,16 @@ class SpyObserver:
 
 def supervise(attempt, *, bound=3, stop=None, newest=lambda: None):
     observer = SpyObserver()
-    options = {"newest": newest, "observer": observer, "restarts": Restarts(bound), "stop": stop or asyncio.Event()}
-    asyncio.run(run_with_restarts(attempt, None, **options))
+    run = run_with_restarts(
+        attempt,
+        None,
+        newest=newest,
+        adopt=observer.said.extend,
+        observer=observer,
+        restarts=Restarts(bound),
+        stop=stop or asyncio.Event(),
+    )
+    asyncio.run(run)
     return observer.said
 
 
@@ -140,6 +150,34 @@ def test_a_mistake_of_hone_is_no_loss():
         supervise(attempt)
 
 
+def test_a_trainer_whose_memory_ran_out_starts_again_with_less():
+    change = Change(
+        stage="rl",
+        step=3,
+        key=TOKENS,
+        old=4096,
+        new=2048,
+        reason="out of memory on one rank",
+        phase="update",
+        moment="",
+        detail="CUDA out of memory",
+        seen_bytes=80 * 2**30,
+        predicted_bytes=None,
+        limit_bytes=80 * 2**30,
+    )
+    begun = []
+
+    async def attempt(saved, ready):
+        ready()
+        begun.append(saved)
+        if len(begun) == 1:
+            raise pickle.loads(pickle.dumps(RestartWithLess("rank 1 of 2 ran out of memory.", change)))
+
+    said = supervise(attempt)
+    assert len(begun) == 2
+    assert said[:2] == ["trainer_down", change] and "rank 1 of 2 ran out of memory. Started again" in said[2]
+
+
 def test_the_loss_is_found_among_what_happened_together():
     lost = ClusterError("rank 0 died")
     assert lost_process(ExceptionGroup("a", [OSError("gone"), ExceptionGroup("b", [lost])])) is lost
@@ -158,7 +196,7 @@ def test_a_stop_while_it_waits_ends_it(wait_s):
             raise ClusterError("rank 0 died.")
 
         restarts = Restarts(3, first_wait_s=wait_s)
-        options = {"newest": lambda: None, "observer": SpyObserver(), "restarts": restarts, "stop": stop}
+        options = {"newest": lambda: None, "adopt": None, "observer": SpyObserver(), "restarts": restarts, "stop": stop}
         await asyncio.wait_for(run_with_restarts(attempt, None, **options), 30)
         return attempts
 

@@ -14,9 +14,8 @@ from test_ladder_training import LOWEST_TOKENS, Failing
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from hone.errors import MemoryExhausted
 from hone.memory.gauges import Meter
-from hone.memory.rungs import CHUNK, RECOMPUTE, TOKENS, Knob
+from hone.memory.rungs import CHUNK, RECOMPUTE, TOKENS, Change, Knob, RestartWithLess
 from hone.train.agreement import Collectives, SharedLadder
 from hone.types import Progress
 
@@ -38,6 +37,8 @@ class Outcome:
     allocations: int
     failed_in: str | None
     error: str = ""
+    restart: Change | None = None
+    """The change that all ranks are to be started again with."""
 
 
 def trained_with_failure(case: Case, rank: int | None, fails_at: int | None, *, inside: bool = False) -> Outcome:
@@ -69,7 +70,7 @@ def trained_with_failure(case: Case, rank: int | None, fails_at: int | None, *, 
     failing = Failing(ladder, fails_at if is_me and not inside else None)
     if inside:
         fail_inside(mesh.collectives, fails_at)
-    error = ""
+    error, restart = "", None
     try:
         with failing:
             for seed in range(2):
@@ -77,8 +78,8 @@ def trained_with_failure(case: Case, rank: int | None, fails_at: int | None, *, 
                 if trainer.reference is not None:
                     batch = batch.with_column("ref_logprobs_T", trainer.logprobs(batch, reference=True))
                 trainer.update(batch, algorithm)
-    except MemoryExhausted as exhausted:
-        error = str(exhausted)
+    except RestartWithLess as one:
+        error, restart = str(one), one.change
     weights = {} if error else {name: weight.clone() for name, weight in trainer.master_weights()}
     return Outcome(
         weights,
@@ -89,6 +90,7 @@ def trained_with_failure(case: Case, rank: int | None, fails_at: int | None, *, 
         failing.count,
         failing.failed_in,
         error,
+        restart,
     )
 
 

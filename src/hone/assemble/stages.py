@@ -45,6 +45,7 @@ from hone.config.topology import judge_services, topology_lines
 from hone.data.chat import Tokenizer, load_tokenizer
 from hone.data.prompts import load_prompts
 from hone.errors import ClusterError, DataError, PlacementError, RunFolderError, Stopped, StoppedByAlarm
+from hone.memory.rungs import Change, RestartWithLess
 from hone.observe.observer import Observer, OnMetrics
 from hone.reward.resolve import picture_of_responses
 from hone.run.folder import RunFolder, identity_of
@@ -305,6 +306,7 @@ async def run_stage(job: Job, backend: Backend, stage: StageName, saved: SavedCh
         partial(once, job, backend),
         saved,
         newest=newest,
+        adopt=job.memory.ladder.adopt,
         observer=job.observer,
         restarts=Restarts(job.config.cluster.restarts),
         stop=job.stop,
@@ -316,6 +318,7 @@ async def run_with_restarts(
     saved: SavedCheckpoint | None,
     *,
     newest: Callable[[], SavedCheckpoint | None],
+    adopt: Callable[[Sequence[Change]], object],
     observer: Observer,
     restarts: Restarts,
     stop: asyncio.Event,
@@ -325,6 +328,7 @@ async def run_with_restarts(
     Args:
         saved: the stage's checkpoint to begin with; None begins it.
         newest: reads the newest whole checkpoint of the stage; None when there is none yet.
+        adopt: gets the setting that a trainer starts again with when memory ran out.
         observer: its records are taken back to that checkpoint.
         restarts: their bound.
         stop: set when the run is to stop.
@@ -347,6 +351,8 @@ async def run_with_restarts(
             if lost is None or not was_ready:
                 raise
             observer.event("trainer_down", why=str(lost))
+            if isinstance(lost, RestartWithLess):
+                adopt([lost.change])
             wait_s = restarts.next_wait_s()
             if wait_s is None:
                 bound = f"cluster.restarts = {restarts.bound}"

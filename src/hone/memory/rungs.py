@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hone.errors import ClusterError
 from hone.plan.ledger import gib
 
 TOKENS, CHUNK, RECOMPUTE = (
@@ -30,7 +31,7 @@ RUNGS: Mapping[str, tuple[str, ...]] = {
 help everywhere; smaller microbatches leave an allocator with fewer large pieces that cannot be reused. What is in no
 list (starting up) has no rung."""
 
-Reason = Literal["out of memory", "room", "near the limit"]
+Reason = Literal["out of memory", "out of memory on one rank", "room", "near the limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,23 @@ class Change:
         where = f"{self.phase} ({self.moment})" if self.moment else self.phase
         if self.reason == "near the limit":
             return f"{self.detail} in {where}, {figures}: {changed}"
-        return f"out of memory in {where} at step {self.step}, {figures}: {changed}. It is done again; nothing is lost"
+        again = "It is done again; nothing is lost"
+        if self.reason == "out of memory on one rank":
+            again = "The trainer starts again with it"
+        return f"out of memory in {where} at step {self.step}, {figures}: {changed}. {again}"
+
+
+class RestartWithLess(ClusterError):
+    """A rank ran out of memory where the ranks cannot try again together: their trainer starts again with `change`."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, change: Change) -> None:
+        super().__init__(message)
+        self.change = change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.change)
 
 
 def shown(value: Any) -> str:

@@ -8,7 +8,7 @@ failed chooses the setting to lower, and all ranks lower it.
 
 It cannot stand in where the collectives inside a pass depend on a microbatch's tokens (tensor and sequence parallel),
 where a collective itself failed, once gradients are summed over replicas, or once a step is being applied. Then it
-raises `MemoryExhausted`: the run ends with this message, and its newest checkpoint stays.
+raises `RestartWithLess`: all ranks are started again from the newest checkpoint, with the lower setting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from hone.errors import MemoryExhausted
 from hone.memory.gauges import Meter
 from hone.memory.ladder import Ladder, OutOfMemory
-from hone.memory.rungs import Change
+from hone.memory.rungs import Change, RestartWithLess
 
 T = TypeVar("T")
 
@@ -173,9 +173,8 @@ class SharedLadder(Ladder):
     def _stand_in(self, work: Callable[[], object], failure: OutOfMemory | None) -> Decision:
         """Lead the others to their agreement, where all hear of the failure."""
         assert failure is not None
-        again = "its work did not end with an agreement"
         if (why := self._collectives.apart) is not None:
-            raise MemoryExhausted(self._alone(failure, why))
+            raise self._restart(failure, why)
         self._reset()
         self.meter.gauge.give_back()
         self._collectives.stand_in()
@@ -185,16 +184,25 @@ class SharedLadder(Ladder):
         except Agreed as agreed:
             return agreed.decision
         except OutOfMemory as error:
-            again = f"empty microbatches ran out of memory too ({error.detail})"
+            raise MemoryExhausted(
+                f"{self._where(failure)}. Empty microbatches ran out of memory too ({error.detail}): weights and their "
+                "gradients do not fit."
+            ) from None
         finally:
             self._failure = None
             self._collectives.is_standing_in = False
-        raise MemoryExhausted(self._alone(failure, again))
+        raise AssertionError("work ends with an agreement")
 
-    def _alone(self, failure: OutOfMemory, why: str) -> str:
-        return (
-            f"rank {dist.get_rank()} of {dist.get_world_size()} ran out of memory in {failure.phase} "
-            f"({failure.detail}), at a point where the ranks cannot try again together: {why}. The newest checkpoint "
-            "is as it was: lower train.tokens_per_microbatch or train.logprob_chunk_tokens, or set "
-            "train.activation_checkpointing, and resume."
-        )
+    def _restart(self, failure: OutOfMemory, why: str) -> RestartWithLess:
+        """Raises MemoryExhausted where no setting is left."""
+        where = f"{self._where(failure)}, at a point where the ranks cannot try again together: {why}."
+        with self._lock:
+            if (found := self._next_rung(failure)) is None:
+                raise MemoryExhausted(f"{where} {self._exhausted(failure)}")
+            knob, new = found
+            change = self._change(knob.key, new, "out of memory on one rank", failure)
+        return RestartWithLess(where, change)
+
+    def _where(self, failure: OutOfMemory) -> str:
+        rank = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        return f"{rank} ran out of memory in {failure.phase} ({failure.detail})"
