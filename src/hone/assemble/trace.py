@@ -127,6 +127,9 @@ def _single(
     if inputs.architecture.caps_scores:
         notes.append("not traced: attention that caps its scores")
         return
+    if inputs.architecture.experts:  # weights are float32 there, and what is not to be traced raises
+        notes.append("not traced: experts in one process, whose products PyTorch can trace in bfloat16 alone")
+        return
     policy = policy_config(config.model, folder)
     named = config.critic.path
     critic = named_config(named, folder, "critic.path") if inputs.critic and named else None

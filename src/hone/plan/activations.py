@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hone.config.run import Checkpointing
-from hone.plan.architecture import Architecture, linear_layers
+from hone.plan.architecture import Architecture, Experts, linear_layers
 from hone.plan.states import LayerKind
 from hone.sizes import BLOCK_SCORES, FLASH_WIDTH, QUERY_ROWS
 
@@ -303,7 +303,7 @@ def _forward(work: Pass, kind: LayerKind) -> float:
     """Like `forward_per_token`, of one kind: attention's tensors are still there while the feed-forward block computes,
     but for padded rows; those of a part with states are not."""
     arch, tp = work.architecture, work.tensor_parallel
-    numbers, scores = 3.0 * arch.active_inner * kind.has_block, 0.0
+    numbers, scores = 3.0 * _unrouted_inner(arch) * kind.has_block, 0.0
     if kind.attends:
         scores = CAPPED_SCORE_BYTES * arch.heads * work.longest / tp if arch.caps_scores else _mask_per_token(work)
         if work.rows == "padded" and not arch.latent:  # also keys and values once per query head, and gates
@@ -314,10 +314,34 @@ def _forward(work: Pass, kind: LayerKind) -> float:
             block = 3 * work.bytes_each * arch.active_inner * kind.has_block / tp
             scores = max(ring_per_token(work, backward=False) - block, 0)
     computed = work.bytes_each * (numbers / tp + 3 * arch.hidden) + scores
+    if arch.experts and kind.has_block:
+        computed = max(computed, _routed_forward(work, arch.experts))
     if not (kind.has_states and arch.states):
         return computed
     inside = arch.states.forward(work.bytes_each, work.longest - 1)
     return max(computed, inside + 4 * work.bytes_each * arch.hidden)
+
+
+def _unrouted_inner(arch: Architecture) -> int:
+    """Width of the widest feed-forward block that all tokens go through: with experts, of shared or of first layers."""
+    if arch.experts is None:
+        return arch.inner
+    return max(arch.experts.shared_inner, arch.inner if arch.dense_layers else 0)
+
+
+def _routed_forward(work: Pass, moe: Experts) -> float:
+    """Bytes per token while routed experts compute without gradients, at their most: copies of what they read, one per
+    expert of a token, that are there to the end; with those first gate and up in one product, what gate is squashed to
+    and the product of both; then results, and those weighted, in the order of experts and in that of tokens. Each copy
+    has its expert and its place in both orders. Besides there are the router's numbers, and the residual stream as
+    embedding, as the layer's input, after attention and normed; shared experts with a gate compute first, others later.
+    """
+    arch, p, inner = work.architecture, work.bytes_each, moe.inner / work.tensor_parallel
+    widths = 4 if arch.block_matrices == 3 else 2
+    width = moe.latent or arch.hidden
+    results = p + 2 * (4 if moe.weighs_in_float32 else p)
+    copy = p * width + max(p * widths * inner, results * width) + 3 * INDEX_BYTES
+    return moe.active * copy + p * (moe.count + (4 + moe.has_shared_gate) * arch.hidden)
 
 
 def logits_forward_bytes_each(work: Pass) -> int:

@@ -124,11 +124,7 @@ class _TracedPolicy(nn.Module):
             self.body.checkpointing = work.checkpointing
             self.layers = list(self.body.layers)
         else:
-            ALL_ATTENTION_FUNCTIONS.register(
-                FUSED_ATTENTION, lambda _, query, key, value, *__, **___: (_Fused.apply(query, key, value), None)
-            )
-            ALL_MASK_ATTENTION_FUNCTIONS.register(FUSED_ATTENTION, lambda *_, **__: None)
-            attention = "eager" if work.architecture.caps_scores else FUSED_ATTENTION
+            attention = "eager" if work.architecture.caps_scores else fused_attention()
             with torch.device("meta"):
                 self.body = AutoModelForCausalLM.from_config(
                     as_computed(config), dtype=torch.float32, attn_implementation=attention
@@ -174,7 +170,15 @@ class _Packed:
 
 
 FUSED_ATTENTION = "hone_traced"
-"""What Transformers calls it, as `attn_implementation`."""
+
+
+def fused_attention() -> str:
+    """What Transformers calls, as `attn_implementation`, attention that keeps what flash attention keeps."""
+    ALL_ATTENTION_FUNCTIONS.register(
+        FUSED_ATTENTION, lambda _, query, key, value, *__, **___: (_Fused.apply(query, key, value), None)
+    )
+    ALL_MASK_ATTENTION_FUNCTIONS.register(FUSED_ATTENTION, lambda *_, **__: None)
+    return FUSED_ATTENTION
 
 
 class _Fused(torch.autograd.Function):
