@@ -1,6 +1,7 @@
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 import sys
@@ -29,6 +30,13 @@ def test_every_verb_has_examples_that_name_it(verb, capsys):
     examples = capsys.readouterr().out.partition("Examples:\n")[2].splitlines()
     assert len(examples) >= 2
     assert all(line.startswith(f"    hone {verb} ") for line in examples if line)
+
+
+def test_keys_in_examples_of_help_are_written_as_the_command_line_takes_them():
+    examples = [words for command in cli.app.registered_commands for words in (command.epilog or "").split()]
+    keys = [word.partition("=")[0] for word in examples if re.match(r"[a-z_.]+\S*=", word)]
+    assert len(keys) > 5
+    assert all(re.fullmatch(r"[a-z_]+(\.\w+)*", key) for key in keys)
 
 
 def test_version(capsys):
@@ -142,3 +150,24 @@ def test_openmp_threads_spin_for_long_on_an_idle_machine_alone(tmp_path, load, c
     (tmp_path / "loadavg").write_text(load)
     assert spin_count(tmp_path / "loadavg") == count
     assert spin_count(tmp_path / "none") == "5000", "not Linux"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["plan", "nothing.yaml"], "nothing.yaml  does not exist."),
+        (["explain", "nothing.yaml"], "nothing.yaml  does not exist."),
+        (["doctor", "nothing"], "nothing: there is no run here. Name the run.dir that `hone train` printed."),
+        (["compare", "nothing"], "nothing: there is no run here. Name the run.dir that `hone train` printed."),
+        (["import", "nothing.sh"], "nothing.sh: cannot be read: No such file or directory"),
+        (["plan"], "Invalid value: name a run file, or a run's folder with --compare"),
+    ],
+)
+def test_with_json_problems_are_a_document_too(words, problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*words, "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"ok": False, "problems": [problem]}
+    assert problem in printed.err
+    assert cli.main(words) == 2
+    assert capsys.readouterr().out == ""

@@ -24,7 +24,7 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, with `problems` where there are any.")]
 
 
 def examples(*commands: str) -> str:

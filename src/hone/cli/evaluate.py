@@ -49,7 +49,7 @@ def evaluate(
 JUDGE_EXAMPLES = examples(
     "hone eval-judge run.yaml pairs.jsonl",
     "hone eval-judge run.yaml pairs.jsonl --url http://127.0.0.1:8000",
-    "hone eval-judge run.yaml pairs.jsonl reward.components[0].args.votes=5",
+    "hone eval-judge run.yaml pairs.jsonl reward.components.0.args.votes=5",
 )
 
 

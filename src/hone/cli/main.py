@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import json
 import os
 import sys
 import time
@@ -36,7 +37,7 @@ from hone.cli import (
     train,
     ui,
 )
-from hone.errors import HoneError, Stopped
+from hone.errors import ConfigError, HoneError, Stopped
 from hone.observe.console import Lasting
 from hone.runtime.processes import YOUNG_OBJECTS
 
@@ -125,9 +126,11 @@ def _outcome(arguments: Sequence[str] | None) -> int:
         return outcome if isinstance(outcome, int) else 0
     except HoneError as error:
         print(error, file=sys.stderr)
+        _print_problems(arguments, error.problems if isinstance(error, ConfigError) else [str(error)])
         return error.exit_code
     except _UsageError as error:
         error.show()
+        _print_problems(arguments, [error.format_message()])
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
@@ -141,6 +144,12 @@ def _outcome(arguments: Sequence[str] | None) -> int:
         report = f"This is a bug in Hone {hone.__version__}. Please report it, with the lines above and the run file."
         print(f"\n{report}", file=sys.stderr)
         return 1
+
+
+def _print_problems(arguments: Sequence[str] | None, problems: Sequence[str]) -> None:
+    """With --json what went wrong is a document too, with the keys that `hone check --json` has."""
+    if "--json" in (sys.argv[1:] if arguments is None else arguments):
+        typer.echo(json.dumps({"ok": False, "problems": list(problems)}, indent=2))
 
 
 def _is_of_the_disk(error: OSError) -> bool:
