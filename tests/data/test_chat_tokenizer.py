@@ -122,3 +122,9 @@ def test_a_hub_without_a_network_is_known_at_once(monkeypatch):
 def test_a_hub_name_that_cannot_be_had_is_named(tmp_path):
     with pytest.raises(DataError, match="tokenizer nobody/nothing: cannot be loaded"):
         load_tokenizer(ModelSection(path="nobody/nothing"), tmp_path)
+
+
+def test_weights_without_a_tokenizer_are_not_given_an_empty_one(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    with pytest.raises(DataError, match=r"has no tokens but 1 special ones.*model\.tokenizer"):
+        load_tokenizer(ModelSection(path=str(tmp_path)), tmp_path)

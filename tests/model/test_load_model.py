@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hone.model.load import (
     save_hf,
     weights_fingerprint,
 )
+from hone.plan.known_models import known_models, named_config
 
 SIZES = {
     "vocab_size": 40,
@@ -275,3 +277,13 @@ def test_a_directory_with_another_config_has_the_same_weights(folder, tmp_path):
     assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 64
     linked, plain = (load_model(path, **CPU_FLOAT32) for path in (tmp_path / "start", folder))
     assert weights_fingerprint(linked.named_weights()) == weights_fingerprint(plain.named_weights())
+
+
+def test_a_misspelled_key_of_an_architecture_is_named():
+    with pytest.raises(DataError, match=r"num_hiden_layers: unknown key of qwen3\. Did you mean num_hidden_layers\?"):
+        init_config({**QWEN3, "num_hiden_layers": 1}, vocab_size=None)
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_keys_of_known_models_are_not_taken_for_misspelled(name):
+    assert init_config(named_config(name, Path(), "model"), vocab_size=None).model_type

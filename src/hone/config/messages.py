@@ -150,7 +150,7 @@ def _cure(key: schema.Key, got: Any) -> str:
         return ". Put it in quotes"
     if isinstance(got, str) and re.fullmatch(r"[-+]?[0-9.]+([eE][-+]?[0-9]+)?", got) and "number" in key.kind:
         return ". Write it without quotes"
-    if not isinstance(got, int | float) and "list" in key.kind and not isinstance(got, list | dict):
+    if isinstance(got, str) and "list" in key.kind:
         return f". Write [{show(got)}]"
     if isinstance(got, int | float) and got == got and abs(got) < float("inf"):
         if key.lowest is not None and got < key.lowest:

@@ -30,7 +30,7 @@ class RunSection(Section):
     """Policy updates of the RL stage."""
     epochs: float | None = key(None, unit="passes over data.train", gt=0)
     """Length of the RL stage in passes over the prompts, in place of `steps`; null: `steps`."""
-    threads: int = key(0, unit="CPU threads", ge=0)
+    threads: int = key(0, unit="CPU threads", ge=0, le=1024)
     """Threads for computation; 0: all cores available to the process."""
     device: DeviceName = key("auto")
     """Device of the policy; auto: the accelerator that torch finds, else the CPU. cuda: GPUs of NVIDIA and AMD; npu:
@@ -153,7 +153,7 @@ class RewardComponent(Section):
 class RewardSection(Section):
     components: tuple[RewardComponent, ...] = key((), min_length=0)
     """The rewards; their weighted sum is what the policy maximises."""
-    workers: int = key(1, unit="processes", ge=1)
+    workers: int = key(1, unit="processes", ge=1, le=4096)
     """Worker processes for Python rewards given by path."""
     min_valid_per_group: int = key(2, unit="samples", ge=1)
     """A group with fewer scored samples is dropped and replaced."""

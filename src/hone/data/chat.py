@@ -225,6 +225,11 @@ def load_tokenizer(
         raise DataError(f"tokenizer {source}: cannot be loaded: {first_line(error)}") from error
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise DataError(f"tokenizer {source}: {type(hf).__name__} is not a fast tokenizer (tokenizer.json), as needed")
+    if len(hf.get_vocab()) <= len(hf.get_added_vocab()):  # Transformers makes an empty one where there are no files
+        raise DataError(
+            f"tokenizer {source}: has no tokens but {len(hf.get_added_vocab())} special ones, as where its files are "
+            "missing. Put tokenizer.json beside the weights, or name a directory or hub name in model.tokenizer."
+        )
     hf.chat_template = with_template_args(_chat_template(model, folder) or hf.chat_template, template_args)
     beside = resolve_model(model.path, folder) if model.path is not None else place
     processor = processor_files(beside, offline=offline)

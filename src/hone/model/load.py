@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hone.config.derived import overridden
-from hone.errors import DataError
+from hone.errors import DataError, nearest
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder, unsupported
 from hone.model.fingerprint import weights_fingerprint
@@ -125,10 +126,25 @@ def init_config(architecture: Mapping[str, Any], *, vocab_size: int | None) -> P
         config = AutoConfig.for_model(model_type, **keys)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise DataError(f"model.init: {error}") from error
+    if problem := _misspelled(config, keys):
+        raise DataError(f"model.init: {problem}")
     named = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if has_tower(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.architectures is None and model_type in named:
         config.architectures = [named[model_type]]  # vLLM reads it
     return config
+
+
+def _misspelled(config: PreTrainedConfig, keys: Mapping[str, Any]) -> str:
+    """What to say of a key that the architecture's class does not have, but one spelled nearly so; "" if there is none.
+
+    Transformers takes any key, and keeps those that nothing reads.
+    """
+    own = type(config)
+    known = {*own().to_dict(), *own.attribute_map, *signature(own.__init__).parameters}
+    for name in keys:
+        if name not in known and (close := nearest(name, known, cutoff=85)):
+            return f"{name}: unknown key of {config.model_type}. Did you mean {close}?"
+    return ""
 
 
 def save_hf(
