@@ -1,4 +1,5 @@
 import base64
+import gzip
 import html
 import io
 import json
@@ -13,9 +14,11 @@ from observed import Settings, decode, make_group
 from PIL import Image
 
 from hone.data.picture_processors import PictureProcessor
+from hone.observe.curves import MAX_POINTS, thin
 from hone.observe.observer import Observer
 from hone.observe.page import script_json
-from hone.observe.report import MAX_PICTURES, MAX_POINTS, MAX_SAMPLES, thin, write_report
+from hone.observe.recorder import samples_file
+from hone.observe.report import MAX_PICTURES, MAX_SAMPLES, write_report
 from hone.observe.thumbnails import MAX_NEW, SIDE
 
 HOSTILE = (
@@ -94,6 +97,17 @@ def test_a_run_that_was_killed_has_a_report_too(tmp_path):
     assert data["summary"]["title"] == tmp_path.name
     (tmp_path / "metrics.jsonl").unlink()
     assert page_data(write_report(tmp_path).read_text())["stages"] == []
+
+
+def test_a_damaged_file_of_samples_is_left_out_and_every_file_is_read_once(tmp_path, monkeypatch):
+    make_run(tmp_path)
+    torn = samples_file(tmp_path / "samples", "rl", 1)
+    torn.write_bytes(torn.read_bytes()[:-9])
+    opened, gzip_open = [], gzip.open
+    monkeypatch.setattr(gzip, "open", lambda path, *how, **named: opened.append(path) or gzip_open(path, *how, **named))
+    data = page_data(write_report(tmp_path).read_text())
+    assert {sample["step"] for sample in data["samples"]} == {8, 15, 23, 30}
+    assert len(opened) == len(set(opened)) == 5 and torn in opened
 
 
 def test_it_says_where_the_run_comes_from_and_shows_groups_with_signal_first(tmp_path):

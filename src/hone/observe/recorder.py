@@ -16,6 +16,8 @@ import binascii
 import contextlib
 import gzip
 import json
+import os
+import re
 import sys
 import zlib
 from collections import deque
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.errors import RunFolderError
 from hone.observe.background import Background
 from hone.observe.thumbnails import Thumbnails
 from hone.runtime.files import set_aside, sync, write_whole
@@ -40,6 +43,8 @@ PIECE_BYTES = 8 << 20
 would take its size again, and giving that back would halt the process's other threads."""
 GZIP = 16 + zlib.MAX_WBITS
 """What zlib calls a gzip file."""
+NOT_WHOLE = (OSError, EOFError, zlib.error, ValueError)
+"""What reading a torn or damaged file of samples raises."""
 FULL_MARK = "full.json"
 """Beside the stages' folders once the size limit was reached: where recording stopped."""
 
@@ -242,24 +247,33 @@ def read_samples(
 
     Args:
         chosen: places of the groups to read, in their order, by the rewards of all; None: all groups.
+    Raises:
+        RunFolderError: the file is not whole.
     """
     path = samples_file(run_folder / "samples", stage, step)
-    if not path.exists():
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            groups = [json.loads(line) for line in lines]
+    except FileNotFoundError:
         return []
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        groups = [json.loads(line) for line in lines]
+    except NOT_WHOLE as error:
+        raise RunFolderError(f"{path}: is not whole ({error}). Restore it, or move it away.") from error
     places = range(len(groups))
     if chosen is not None:
         places = chosen([group["rewards"] or (None,) * len(group["index"]) for group in groups])
-    return [sample for place in places for sample in _decode(groups[place], stage, step)]
+    return [sample for place in places for sample in decode_group(groups[place], stage, step)]
 
 
 def recorded_steps(run_folder: Path) -> dict[str, list[int]]:
     """Stage -> the steps that samples were recorded at, ascending."""
     steps: dict[str, list[int]] = {}
-    for path in sorted((run_folder / "samples").glob("*/step-*.jsonl.gz")):
-        steps.setdefault(path.parent.name, []).append(_step_of(path))
-    return {stage: sorted(found) for stage, found in steps.items()}
+    for stage in sorted((run_folder / "samples").glob("*/")):
+        if found := [int(match[1]) for name in os.listdir(stage) if (match := _NAME.fullmatch(name))]:
+            steps[stage.name] = sorted(found)
+    return steps
+
+
+_NAME = re.compile(r"step-(\d+)\.jsonl\.gz")
 
 
 def samples_file(samples_folder: Path, stage: str, step: int) -> Path:
@@ -272,7 +286,7 @@ def is_whole(path: Path) -> bool:
         with gzip.open(path) as file:
             while file.read(1 << 20):
                 pass
-    except (OSError, EOFError, zlib.error):
+    except NOT_WHOLE:
         return False
     return True
 
@@ -344,7 +358,15 @@ def _array(text: str, dtype: str) -> NDArray[Any]:
     return np.frombuffer(binascii.a2b_base64(text), dtype).astype(np.dtype(dtype).newbyteorder("="), copy=False)
 
 
-def _decode(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSample]:
+def num_tokens(group: Mapping[str, Any], i: int) -> int:
+    """Tokens of the response at place `i` of a group, as its line has it."""
+    text = group["token_ids"][i]
+    return (len(text) * 3 // 4 - text.count("=", -2)) // 4
+
+
+def decode_group(line: Mapping[str, Any], stage: str, step: int) -> list[RecordedSample]:
+    """The samples of a group, as its line has them."""
+
     def at(name: str, position: int) -> Any:
         column = line.get(name)
         return column[position] if column else None

@@ -12,22 +12,22 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from hone.doctor.failure import failure_alarm
 from hone.doctor.ranges import healthy_ranges
 from hone.doctor.watch import Alarm, by_importance, watch_lines
 from hone.errors import RunFolderError
+from hone.observe.curves import stages_of
 from hone.observe.events import FILE, events_of
 from hone.observe.metrics import PHASES, find_metric
 from hone.observe.page import page
-from hone.observe.recorder import GroupRewards, RecordedSample, is_whole, read_samples, recorded_steps, samples_file
+from hone.observe.recorder import GroupRewards, RecordedSample, read_samples, recorded_steps
 from hone.observe.sinks import broken_words, last_metric_lines, some_metric_lines
 from hone.observe.thumbnails import read_thumbnails
 from hone.observe.trackers import Labels
@@ -35,10 +35,8 @@ from hone.runtime.files import set_aside, write_whole
 
 SUMMARY = Path("logs") / "summary.json"
 
-MAX_LINES = 4000
+MAX_LINES = 2000
 """Lines of metrics.jsonl that a page uses; of a longer file, evenly spaced ones."""
-MAX_POINTS = 1000
-"""Per curve; longer ones show means of equal bins."""
 MAX_SAMPLES = 320
 """In the page, over all steps shown."""
 STEPS_SHOWN = 5
@@ -180,28 +178,19 @@ def report_data(
     return data
 
 
-def thin(points: Sequence[float | None], most: int) -> list[float | None]:
-    """At most `most` points: means of the known values in equal bins; None for a bin without any."""
-    if len(points) <= most:
-        return list(points)
-    values = np.array(points, np.float64)  # None becomes NaN
-    is_known = np.isfinite(values)
-    starts = np.round(np.arange(most) * (len(points) / most)).astype(np.int64)
-    sums = np.add.reduceat(np.where(is_known, values, 0.0), starts).tolist()
-    counts = np.add.reduceat(is_known.astype(np.int64), starts).tolist()
-    return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
-
-
 def choose_samples(run_folder: Path) -> list[RecordedSample]:
     """Whole groups from a few steps of each stage, `MAX_SAMPLES` in all; of each step those with signal come first."""
     steps = recorded_steps(run_folder)
     places = [(stage, step) for stage, found in steps.items() for step in _spread(found, STEPS_SHOWN)]
-    places = [place for place in places if is_whole(samples_file(run_folder / "samples", *place))]
-    return [sample for place in places for sample in step_samples(run_folder, *place, MAX_SAMPLES // len(places))]
+    found: list[RecordedSample] = []
+    for place in places:
+        with suppress(RunFolderError):  # a damaged file takes no other step's samples away
+            found += step_samples(run_folder, *place, MAX_SAMPLES // len(places))
+    return found
 
 
 def step_samples(run_folder: Path, stage: str, step: int, most: int = MAX_SAMPLES) -> list[RecordedSample]:
-    """Whole groups of a step, at most `most` samples; those with signal come first."""
+    """Whole groups of a step, at most `most` samples; those with signal come first. Raises as `read_samples` does."""
 
     def chosen(groups: Sequence[GroupRewards]) -> list[int]:
         telling = [place for place, rewards in enumerate(groups) if has_signal(rewards)]
@@ -319,44 +308,6 @@ def _memory(path: Path) -> Any:
         return json.loads(_text(path) or "null")
     except ValueError:
         return None
-
-
-def stages_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per stage, in the order run: columns of its steps and of its evaluations, and how long it took."""
-    by_stage: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines:
-        by_stage.setdefault(line["stage"], []).append(line)
-    stages, began_s = [], 0.0
-    for name, found in by_stage.items():
-        evals = [line for line in found if _is_evaluation(tuple(line))]
-        steps = [line for line in found if not _is_evaluation(tuple(line))]
-        ended_s = found[-1]["time_s"]
-        stages.append(
-            {
-                "name": name,
-                "last_step": max(line["step"] for line in found),
-                "seconds": round(ended_s - began_s, 3),
-                "steps": _columns(steps),
-                "evals": _columns(evals),
-            }
-        )
-        began_s = ended_s
-    return stages
-
-
-@lru_cache(maxsize=1024)
-def _is_evaluation(keys: tuple[str, ...]) -> bool:
-    """Of a line of metrics; lines have few different sets of keys."""
-    return any(key.startswith("eval/") for key in keys)
-
-
-def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    names = sorted({name for keys in set(map(tuple, lines)) for name in keys if "/" in name})
-    return {
-        "count": len(lines),
-        "step": thin([line["step"] for line in lines], MAX_POINTS),
-        "values": {name: [_short(v) for v in thin([line.get(name) for line in lines], MAX_POINTS)] for name in names},
-    }
 
 
 def _short(value: float | None) -> float | None:

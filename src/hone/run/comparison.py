@@ -14,8 +14,9 @@ from typing import Any
 
 from hone.config.render import flattened
 from hone.doctor.watch import AlarmWatch
+from hone.observe.curves import stages_of
 from hone.observe.metrics import error_name
-from hone.observe.report import alarms_of_run, known_metric, stages_of
+from hone.observe.report import alarms_of_run, known_metric
 from hone.observe.sinks import some_metric_lines
 from hone.run.folder import RunFolder
 from hone.run.status import read_status

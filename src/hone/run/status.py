@@ -22,7 +22,7 @@ from hone.observe.sinks import metric_lines
 from hone.run.folder import RunFolder
 from hone.runtime.replicas import ReplicaState
 
-_EVENT_BYTES = 1 << 20
+_EVENT_BYTES = 256 << 10
 """Bytes at the end of events.jsonl of which all events are read; before that, only those in `LASTING`."""
 LASTING = (
     "stage", "started", "replica_down", "replica_state", "trainer_up", "trainer_down", "alarm", "alarm_ended",
