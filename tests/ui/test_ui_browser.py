@@ -62,6 +62,15 @@ def test_a_reader_opens_a_run_searches_and_sees_new_steps(server, tmp_path):
         assert browser.run("document.activeElement.id") == "search"
         browser.run("byId('search').value = 'reward<0.5'; byId('search').dispatchEvent(new Event('input'))")
         assert browser.run("[...document.querySelectorAll('tr.sample')].length") == 1
+        browser.run("byId('search').value = '<b> reward>0'; byId('search').dispatchEvent(new Event('input'))")
+        assert browser.run("[...document.querySelectorAll('tr.sample')].length") == 1, "of the step that is chosen"
+        browser.run("byId('search-more').click()")
+        browser.until("byId('found').textContent === '12 samples · 12 of 12 steps searched'")
+        assert browser.run("[...document.querySelectorAll('tr.sample td:first-child')].map(td => +td.textContent)") == [
+            *range(12, 0, -1)
+        ]
+        assert browser.run("byId('search-more').hidden")
+        browser.run("byId('place').value = 'rl step 12'; byId('place').dispatchEvent(new Event('input'))")
         browser.run(
             "byId('search').value = ''; byId('search').dispatchEvent(new Event('input')); byId('search').blur()"
         )

@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from written_runs import write_run
 
 from hone.doctor.watch import watch_lines
+from hone.observe.recorder import samples_file
 from hone.observe.report import MAX_LINES, alarms_of_events
 from hone.serve.http import HttpSettings, Lifecycle
 from hone.services.state import TOKEN_FILE, ServiceState, own_supervision, write_state, write_token
@@ -54,7 +55,16 @@ def data_of(page):
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/run?name=a", "/data/runs", "/data/run?name=a", "/changes?seen=0", "/?token=wrong"]
+    "path",
+    [
+        "/",
+        "/run?name=a",
+        "/data/runs",
+        "/data/run?name=a",
+        "/data/search?name=a&query=1",
+        "/changes?seen=0",
+        "/?token=wrong",
+    ],
 )
 def test_without_the_token_nothing_is_shown(client, path):
     assert client.get(path).status_code == 401
@@ -105,6 +115,24 @@ def test_samples_of_any_step_come_in_groups_those_with_signal_first(reader):
     ]
     assert {row["step"] for row in rows} == {7}
     assert reader.get("/data/samples?name=a&stage=rl&step=99").status_code == 404
+
+
+def test_a_search_goes_through_every_recorded_step(reader, runs):
+    found = reader.get("/data/search", params={"name": "a", "query": "<B> reward>0 step<4"}).json()
+    assert [(row["step"], row["reward"], "<b>22</b>" in row["response"]) for row in found["samples"]] == [
+        (3, 1.0, True),
+        (2, 1.0, True),
+        (1, 1.0, True),
+    ]
+    assert (found["matches"], found["searched"], found["steps"], found["after"]) == (3, 12, 12, "")
+    left = reader.get("/data/search", params={"name": "a", "query": "<B> reward>0", "after": "rl/3"}).json()
+    assert [row["step"] for row in left["samples"]] == [2, 1] and left["searched"] == 12
+    samples_file(runs / "a" / "samples", "rl", 2).write_bytes(b"torn")
+    assert reader.get("/data/search", params={"name": "a", "query": "22"}).json()["damaged"] == 1
+    torn = reader.get("/data/samples?name=a&stage=rl&step=2")
+    assert torn.status_code == 404 and "step-000002.jsonl.gz: is not whole" in torn.json()["detail"]
+    assert reader.get("/data/search?name=b&query=22").status_code == 404
+    assert reader.get("/data/search", params={"name": "a", "query": "x" * 1001}).status_code == 422
 
 
 def test_runs_side_by_side(reader):

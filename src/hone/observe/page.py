@@ -1,7 +1,8 @@
 """Self-contained pages: one HTML file with its data, style and script, viewed without a network.
 
-The parts are in `pages/`: `page.html`, `style.css`, `parts.js` (helpers), `charts.js` (curves, drawn by uPlot, which is
-in `pages/uplot/` with its licence), and one script for each page. Data of a run is JSON in the page, never markup.
+The parts are in `pages/`: `page.html`, `style.css`, one script for each page, and what several use: `parts.js`
+(helpers), `charts.js` (curves, drawn by uPlot, which is in `pages/uplot/` with its licence), `samples.js`, `live.js`.
+Data of a run is JSON in the page, never markup.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ def page(title: str, data: Mapping[str, Any], name: PageName, *, is_live: bool =
         is_live: whether a server brings it up to date; `data` then has `live`, where from.
     """
     has_charts = name in WITH_CHARTS
-    scripts = ["parts.js", *["charts.js"] * has_charts, *["live.js"] * is_live, f"{name}.js"]
+    scripts = [
+        "parts.js",
+        *["charts.js"] * has_charts,
+        *["live.js"] * is_live,
+        *["samples.js"] * (name == "run"),
+        f"{name}.js",
+    ]
     script = "".join(map(_part, scripts))
     if has_charts:  # uPlot's licence replaces the address in its first line, since pages name no other host
         uplot = _part("uplot/uPlot.iife.min.js").partition("\n")[2]

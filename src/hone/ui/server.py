@@ -3,6 +3,7 @@
 GET /                     all runs                GET /data/runs
 GET /run?name=N           one run                 GET /data/run?name=N     GET /data/samples?name=N&stage=S&step=T
 GET /compare?name=A&...   runs side by side       GET /data/compare?name=A&name=B
+GET /data/search?name=N&query=Q    samples of all steps, in parts
 GET /changes?name=N       server-sent events: one whenever there is something new
 """
 
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hone.errors import RunFolderError
 from hone.observe.page import PageName, page
-from hone.observe.recorder import is_whole, recorded_steps, samples_file
+from hone.observe.recorder import recorded_steps
 from hone.observe.report import (
     MAX_LINES,
     RunSummary,
@@ -35,6 +36,7 @@ from hone.observe.report import (
     step_samples,
     thumbnails_of,
 )
+from hone.observe.search import search_samples
 from hone.run.comparison import comparison_data
 from hone.run.folder import RunFolder
 from hone.run.status import described, read_status
@@ -57,6 +59,7 @@ LISTED = ("eval/accuracy", "rollout/reward_mean", "sft/loss", "rm/eval_accuracy"
 """Metrics of a run in the list, as far as they are logged."""
 
 NameQuery = Annotated[list[str], Query(alias="name")]
+QueryText = Annotated[str, Query(max_length=1000)]
 
 
 def run_ui(folder: Path, *, port: int) -> None:
@@ -133,6 +136,11 @@ def ui_app(runs: Runs, lifecycle: Lifecycle, settings: HttpSettings, token: str)
         """Samples of a step."""
         return JSONResponse(await asyncio.to_thread(runs.samples, name, stage, step))
 
+    @app.get("/data/search")
+    async def search(name: str, query: QueryText, after: str = "") -> JSONResponse:
+        """Samples of all recorded steps that fit; `after` is that of the answer before."""
+        return JSONResponse(await asyncio.to_thread(runs.search, name, query, after))
+
     @app.get("/data/compare")
     async def compare_data(names: NameQuery) -> JSONResponse:
         """What the page of runs side by side shows."""
@@ -164,7 +172,7 @@ def _page(
     title, data = read()
     live = {"data": f"/data/{name}?{asked}", "changes": f"/changes?{asked}&seen={seen}"}
     if name == "run":
-        live["samples"] = f"/data/samples?{asked}"
+        live |= {what: f"/data/{what}?{asked}" for what in ("samples", "search")}
     html = page(title, data | {"live": live}, name, is_live=True)
     return HTMLResponse(html, headers={"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"})
 
@@ -272,10 +280,27 @@ class Runs:
     def samples(self, name: str, stage: str, step: int) -> list[dict[str, Any]]:
         """Recorded samples of a step. Raises RunFolderError."""
         path = self.path(name)
-        if not is_whole(samples_file(path / "samples", stage, step)):
+        if not (samples := step_samples(path, stage, step)):
             raise RunFolderError(f"{name}: samples of {stage} step {step} are not there.")
-        samples = step_samples(path, stage, step)
         return sample_rows(samples, {}, thumbnails_of(path, samples))
+
+    def search(self, name: str, query: str, after: str) -> dict[str, Any]:
+        """What one call of a search in the samples finds. Raises RunFolderError.
+
+        Args:
+            after: that of the call before; empty at the beginning, and in what is returned at the end.
+        """
+        path = self.path(name)
+        stage, _, step = after.rpartition("/")
+        found = search_samples(path, query, after=(stage, int(step)) if step.isdecimal() else None)
+        return {
+            "samples": sample_rows(found.samples, {}, thumbnails_of(path, found.samples)),
+            "matches": found.matches,
+            "searched": found.searched,
+            "steps": found.steps,
+            "damaged": found.damaged,
+            "after": "" if found.after is None else "/".join(map(str, found.after)),
+        }
 
     def comparison(self, names: Sequence[str]) -> dict[str, Any]:
         """The page of runs side by side. Raises RunFolderError."""
