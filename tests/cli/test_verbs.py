@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,34 @@ def test_a_signal_ends_with_a_checkpoint_and_resume_equals_the_uninterrupted_run
     assert main(["train", str(run_file), "--resume"]) == 0
     assert weights_of(stopped) == weights_of(whole)
     assert metrics_of(stopped) == metrics_of(whole)
+
+
+@pytest.mark.slow("a whole run as a process")
+def test_a_run_that_is_killed_gets_its_report_from_its_folder(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    process = start(write_run(tmp_path, steps=100000))
+    try:
+        deadline = time.monotonic() + 60
+        while not (run_dir / "samples" / "rl" / "step-000002.jsonl.gz").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        assert main(["report", str(run_dir)]) == 2
+        assert "the run is active" in capsys.readouterr().err
+    finally:
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    page = run_dir / "report.html"
+    page.unlink(missing_ok=True)  # a run of some minutes has one
+    assert main(["status", str(run_dir)]) == 0
+    assert f"report {run_dir}` writes report.html up to its last step" in capsys.readouterr().out
+    assert main(["report", str(run_dir)]) == 0
+    assert capsys.readouterr().out == f"wrote {page}\n"
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+    steps = [line["step"] for line in metrics_of(tmp_path) if "train/loss" in line]
+    assert data["stages"][-1]["last_step"] == steps[-1] and data["samples"]
+    assert data["summary"]["outcome"] == "not finished"
+    assert main(["report", str(tmp_path)]) == 2
+    assert "there is no run here" in capsys.readouterr().err
 
 
 @pytest.mark.slow("several whole runs as processes")

@@ -32,6 +32,7 @@ from hone.cli import (
     export,
     importing,
     plan,
+    report,
     serve,
     services,
     train,
@@ -59,6 +60,7 @@ app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("compare", epilog=compare_runs.EXAMPLES)(compare_runs.compare)
+app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("ui", epilog=ui.EXAMPLES)(ui.ui)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
 app.command("import", epilog=importing.EXAMPLES)(importing.import_command)

@@ -147,6 +147,8 @@ def show_run(path: Path, name: str, *, with_audit: bool, as_json: bool) -> int:
     else:
         for line in lines_of(name, status):
             typer.echo(line)
+        if not status.running and status.outcome is None and status.stage is not None:
+            typer.echo(f"  {folder.killed_hint()}")
         for service in services.services if services else ():
             was = service.state if status.running else f"was {service.state}"
             typer.echo(f"  service {service.name}: {was} at {service.url}, process {service.pid}, log {service.log}")

@@ -252,6 +252,14 @@ class RunFolder:
         command = f"{own_command()} train --resume {shlex.quote(str(self.path))}"
         return f"stopped with a checkpoint; `{command}` continues from it"
 
+    def killed_hint(self) -> str:
+        """Message for a user whose run was killed: what is written then, and how to resume."""
+        command, path = own_command(), shlex.quote(str(self.path))
+        return (
+            f"`{command} report {path}` writes report.html up to its last step; `{command} train --resume {path}` "
+            "continues it"
+        )
+
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """The last whole lines of metrics.jsonl, at most `count`."""
         return last_metric_lines(self.metrics, count)
