@@ -429,6 +429,32 @@ def test_steps_that_take_five_times_as_long(later, cause):
     assert alarms_of({}, before, before | {"time/step_s": 20.0}) == []
 
 
+def test_two_very_long_steps_do_not_make_steps_slower():
+    """Their mean over ten steps is above 3 times the usual for twelve steps; the median is not."""
+    watch = AlarmWatch({})
+    for step in range(60):
+        watch.add({"stage": "rl", "step": step, "time/step_s": 120.0 if step in (40, 42) else 5.0})
+    assert watch.alarms == []
+
+
+@pytest.mark.parametrize(
+    ("first_s", "growth_s", "expected"),
+    [
+        (0.02, 0.03, [("rewards_slow", "rewards_slower"), ("steps_slower", "rewards_slower")]),
+        (2.0, 0.15, [("rewards_slow", "reward_slow"), ("steps_slower", "rewards_slower")]),
+        (2.0, 0.0, [("rewards_slow", "reward_slow")]),
+        (0.02, 0.0, []),
+    ],
+)
+def test_rewards_that_take_longer_from_step_to_step(first_s, growth_s, expected):
+    """Also where they took most of the time from the beginning."""
+    watch = AlarmWatch({})
+    for step in range(90):
+        reward_s = first_s + growth_s * step
+        watch.add({"stage": "rl", "step": step, "time/reward_s": reward_s, "time/step_s": 0.4 + reward_s})
+    assert [(alarm.name, alarm.cause) for alarm in watch.alarms] == expected
+
+
 @pytest.mark.parametrize(
     ("spread", "cause"), [(20.0, "advantages_not_normalised"), (1.0, "advantage_bound_too_narrow")]
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 from hone.doctor.history import History
 from hone.doctor.rule import AlarmRule, Cause, Limit, above, below, when
 from hone.doctor.rules.common import (
@@ -27,8 +30,14 @@ def _is_clip_idle(h: History) -> bool:
 
 
 def _grown_s(h: History, name: str) -> float:
-    """Seconds that a time of the last ten steps is above that of steps 5 to 20."""
-    return h.mean(name, 10) - h.base(name)
+    """Seconds that the median of the last ten steps is above the mean of steps 5 to 20."""
+    return statistics.median(h.recent(name, 10) or [math.nan]) - h.base(name)
+
+
+def _reward_slows(h: History) -> bool:
+    """Rewards take 1.5 times as long as 100 steps before, or as in the first steps."""
+    seconds = h.recent("time/reward_s", 100)
+    return len(seconds) >= 10 and sum(seconds[-5:]) > 1.5 * sum(seconds[:5])
 
 
 def _is_most_of_the_growth(h: History, part: str) -> bool:
@@ -113,6 +122,15 @@ TUNING = (
             JUDGE_CACHE_FULL,
             JUDGE_PROMPTS_DIFFER_EARLY,
             Cause(
+                name="rewards_slower",
+                what="the rewards take longer from step to step.",
+                change="the reward: what grows with each call; for a service more replicas",
+                confirm="time/reward_s rises while rollout/response_tokens_mean does not. If both rise, a judge has "
+                "more to read.",
+                applies=_reward_slows,
+                reads=(LENGTH,),
+            ),
+            Cause(
                 name="judge_busy",
                 what="a judge has room in its cache and shares its prompts: it has more to write than its devices can.",
                 change="args of the judge: fewer votes, a shorter response_length; services.<name>.devices: more; "
@@ -139,13 +157,13 @@ TUNING = (
         pattern="a step takes several times as long as it did",
         metrics=("time/step_s", *PARTS_OF_A_STEP),
         when=when(
-            "on average of ten above 3 times its mean of steps 5 to 20, and 1 s more",
+            "the median of ten above 3 times its mean of steps 5 to 20, and 1 s more",
             lambda h: _grown_s(h, "time/step_s") > max(2 * h.base("time/step_s"), 1),
             Limit("time/step_s", high=3, of_baseline=True),
         ),
         of=(8, 10),
         after=20,
-        silenced_by=("step_stalls", "rewards_slow"),
+        silenced_by=("step_stalls",),
         causes=(
             Cause(
                 name="rewards_slower",
