@@ -158,6 +158,27 @@ def test_a_torn_identity_is_named_by_the_page_of_its_run(reader, runs):
     assert len(reader.get("/data/runs").json()["runs"]) == 2
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b'{"1": "a', b"\xff\xfe\0\xe9\n", b"[]\n", b"{}\n", b"null\n", b'{"kind": 5}\n']
+)
+@pytest.mark.parametrize(
+    "file", ["events.jsonl", "run.yaml", "memory.svg", "memory.json", "samples/tokens.json", "samples/pictures.json"]
+)
+def test_a_damaged_file_takes_no_page_down(reader, runs, file, content):
+    (runs / "a" / file).write_bytes(content)
+    assert [run.get("unreadable") for run in reader.get("/data/runs").json()["runs"]] == [None, None]
+    assert data_of(reader.get("/run?name=a"))["stages"][0]["last_step"] == 12
+    assert reader.get("/data/compare?name=a&name=sub/b").status_code == 200
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"run_file": "run.yaml"}'])
+def test_an_identity_without_settings_is_named(reader, runs, content):
+    (runs / "a" / ".identity.json").write_text(content)
+    for path in ("/data/run?name=a", "/data/compare?name=a&name=sub/b"):
+        answer = reader.get(path)
+        assert answer.status_code == 404 and ".identity.json cannot be read" in answer.json()["detail"]
+
+
 def test_a_damaged_line_of_metrics_is_left_out_and_said(reader, runs):
     with (runs / "a" / "metrics.jsonl").open("a") as lines:
         lines.write("[]\n")

@@ -262,11 +262,14 @@ def events_of(
 
 
 def _decoded(line: bytes) -> dict[str, Any]:
+    """An event; a damaged line is one of kind `gap`."""
     try:
         event = json.loads(line)
+        if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
+            raise ValueError("not an event")
         if "prompts" in event:
             runs = [run if isinstance(run, list) else [run, run] for run in event["prompts"]]
             event["prompts"] = [prompt for first, last in runs for prompt in range(first, last + 1)]
         return event
     except ValueError as error:
-        return {"at": 0.0, "kind": "gap", "what": "events", "why": f"a line is not JSON: {error}"}
+        return {"at": 0.0, "kind": "gap", "what": "events", "why": f"a line is damaged: {error}"}

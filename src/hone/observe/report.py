@@ -290,7 +290,16 @@ def marks_of_events(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _kept(path: Path) -> dict[str, str]:
+    """What an earlier report kept in samples/; empty where there is none, or it is damaged."""
+    try:
+        found = json.loads(_text(path) or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _settings(run_folder: Path) -> dict[str, Any]:
@@ -380,7 +389,7 @@ def _pieces(
     """Token id -> its text, for the tokens in the page; empty without a decoder."""
     kept = run_folder / "samples" / "tokens.json"
     if decode is None:
-        return json.loads(kept.read_text()) if kept.exists() else {}
+        return _kept(kept)
     pieces = {
         str(token): decode([token]) for token in sorted({t for s in samples for t in s.sample.token_ids.tolist()})
     }
@@ -393,7 +402,7 @@ def _pictures(run_folder: Path, samples: Sequence[RecordedSample], picture: Read
     """Place of a sample -> its picture as base64 text; empty without a renderer."""
     kept = run_folder / "samples" / "pictures.json"
     if picture is None:
-        return json.loads(kept.read_text()) if kept.exists() else {}
+        return _kept(kept)
     groups: dict[tuple[str, int, str], list[RecordedSample]] = {}
     for sample in samples:
         if sample.reward is not None:

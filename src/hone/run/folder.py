@@ -271,7 +271,10 @@ class RunFolder:
         """
         file = self.path / _IDENTITY
         try:
-            return json.loads(file.read_text())
+            found = json.loads(file.read_text())
+            if not isinstance(found, dict) or not isinstance(found.get("config"), dict) or "run_file" not in found:
+                raise ValueError("run_file or config is missing")
+            return found
         except (OSError, ValueError) as error:
             run = self._saved_run()
             if run is None:
