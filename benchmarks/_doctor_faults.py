@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 from _doctor_planted import (
     disk_that_fills,
+    growing_reward,
     inverted_reward,
     nan_in_step,
     other_chat_template,
@@ -24,6 +25,7 @@ from _doctor_planted import (
     rounded,
     sampled_with,
     shifted,
+    slower_updates,
     small_disk,
     stuck_weights,
     two_engines,
@@ -246,3 +248,16 @@ FAULTS = (
     Fault("disk_full", ("disk_full",), {"checkpoint.every": 2, "checkpoint.keep": 100}, planted=small_disk, steps=15),
     Fault("disk_fills", ("disk_full",), SMALL, planted=disk_that_fills, steps=50),
 )  # fmt: skip
+
+NO_EVALUATION = {"eval.every": 0, "eval.before_training": False}
+GROWING = (
+    Fault("worker_leaks", ("memory_leak",), SMALL, steps=80,
+          planted=lambda folder: growing_reward(folder, kept_bytes=400_000)),
+    Fault("reward_slows", ("rewards_slower",), SMALL | NO_EVALUATION, steps=60,
+          planted=lambda folder: growing_reward(folder, slower_s=0.0005)),
+    Fault("update_slows", ("machine_slower",), SMALL | NO_EVALUATION, steps=60,
+          planted=lambda _: slower_updates(0.1, after=20)),
+)  # fmt: skip
+"""Faults that grow: the first two from the first step, the last one after step 20."""
+HEALTHY_TWIN = Fault("healthy_twin", (), SMALL, planted=growing_reward, steps=80)
+"""Their run without what grows."""

@@ -85,6 +85,21 @@ def nan_in_step(step: int) -> Any:
     return patch.object(Algorithm, "assign", planted)
 
 
+def slower_updates(slower_s: float, *, after: int) -> Any:
+    """After `after` updates each takes `slower_s` longer than the one before."""
+    from hone.algo.algorithm import Algorithm
+
+    assign, seen = Algorithm.assign, 0
+
+    def planted(self: Algorithm, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        nonlocal seen
+        seen += 1
+        time.sleep(slower_s * max(0, seen - after))
+        return assign(self, batch)
+
+    return patch.object(Algorithm, "assign", planted)
+
+
 @contextlib.contextmanager
 def other_chat_template(folder: Path) -> Iterator[Mapping[str, Any]]:
     """A chat template that the model was not trained with."""
@@ -101,6 +116,18 @@ def inverted_reward(folder: Path) -> Iterator[Mapping[str, Any]]:
         "def score(group):\n    return [float(s.text.strip() != group.prompt.answer) for s in group.samples]\n"
     )
     yield {"reward.components": [{"use": f"{folder / 'inverted.py'}:score"}]}
+
+
+@contextlib.contextmanager
+def growing_reward(folder: Path, *, kept_bytes: int = 0, slower_s: float = 0.0) -> Iterator[Mapping[str, Any]]:
+    """A user's function, in a process of its own. Each call keeps `kept_bytes` and takes `slower_s` longer than the one
+    before; with neither it is healthy."""
+    (folder / "growing.py").write_text(
+        "import os, time\nkept = []\n\n\ndef score(group):\n"
+        f"    kept.append(os.urandom({kept_bytes}))\n    time.sleep({slower_s} * len(kept))\n"
+        "    return [float(s.text.strip() == group.prompt.answer) for s in group.samples]\n"
+    )
+    yield {"reward.components": [{"use": f"{folder / 'growing.py'}:score"}]}
 
 
 def rounded(batch: Batch) -> Batch:

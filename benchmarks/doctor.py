@@ -2,6 +2,7 @@
 
     python benchmarks/doctor.py --keep runs/doctor             # all: 48 faults x 3 seeds and healthy runs; two hours
     python benchmarks/doctor.py --seeds 1 --only clip_zero,kl_huge
+    python benchmarks/doctor.py --growing                      # what grows from the first step, beside a healthy twin
     python benchmarks/doctor.py --keep runs/doctor --table     # the tables of the runs that are there
     python benchmarks/doctor.py --keep runs/doctor --table --write docs/doctor.md
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import re
 import shutil
 import tempfile
@@ -23,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _doctor_faults import FAULTS, Fault
+from _doctor_faults import FAULTS, GROWING, HEALTHY_TWIN, Fault
 from _doctor_healthy import HEALTHY, Healthy, start_name
 from _doctor_task import ARITHMETIC, EXAMPLES, QUIET, Task, write_rows
 
@@ -161,6 +163,35 @@ def lines_of_faults(work: Path, faults: Sequence[Fault], seeds: Sequence[int]) -
     )
 
 
+def lines_of_growing(work: Path, faults: Sequence[Fault], seeds: Sequence[int]) -> Iterator[str]:
+    """A metric is visible from the step on at which it stays above all that it is in the healthy twin."""
+    yield "| Fault | Expected | First alarm names, by seed | Visible from / since / found at | Alarms of the twin |"
+    yield "|---|---|---|---|---|"
+    for fault in faults:
+        named, places, of_twin = [], [], 0
+        for seed in seeds:
+            run, twin = (work / f"{name}-{seed}" / "run" for name in (fault.name, HEALTHY_TWIN.name))
+            alarms, of_twin = diagnose(run).alarms, of_twin + len(diagnose(twin).alarms)
+            named.append(f"{alarms[0].name}: {alarms[0].cause}" if alarms else "no alarm")
+            if alarms:
+                healthy, found = (steps_of(path, alarms[0].metric) for path in (twin, run))
+                hidden = [step for step, value in found.items() if value <= max(healthy.values())]
+                visible = min((step for step in found if step > max(hidden, default=-1)), default="never")
+                places.append(f"{visible} / {alarms[0].since} / {alarms[0].step}")
+        shown = ", ".join(f"{name} ({count})" for name, count in Counter(named).most_common())
+        yield f"| {fault.name} | {' or '.join(fault.expected)} | {shown} | {', '.join(places)} | {of_twin} |"
+
+
+def steps_of(run: Path, metric: str) -> dict[int, float]:
+    """Values of a metric by step, those of evaluations left out."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return {
+        line["step"]: line[metric]
+        for line in lines
+        if metric in line and not any(name.startswith("eval/") for name in line)
+    }
+
+
 def lines_of_healthy(work: Path, runs: Sequence[Healthy]) -> Iterator[str]:
     yield "| Run | Steps | Alarms | Advice |"
     yield "|---|---|---|---|"
@@ -196,22 +227,26 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", default="", help="faults, by name")
     parser.add_argument("--healthy", action="store_true", help="healthy runs alone")
+    parser.add_argument("--growing", action="store_true", help="faults that grow, and their healthy twin, alone")
     parser.add_argument("--keep", type=Path, help="folder of the runs; those that it has are read and not repeated")
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--write", type=Path, help="page to put the tables in")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else [fault.name for fault in FAULTS]
-    faults = [] if options.healthy else [fault for fault in FAULTS if fault.name in names]
-    runs = HEALTHY if options.healthy or not options.only else ()
+    is_all = not (options.only or options.healthy or options.growing)
+    faults = [fault for fault in FAULTS if fault.name in names and (is_all or options.only)]
+    growing = GROWING if options.growing or is_all else ()
+    runs = HEALTHY if options.healthy or is_all else ()
     with tempfile.TemporaryDirectory(prefix="doctor-") as temporary:
         work = (options.keep or Path(temporary)).absolute()
         if not options.table:
             for seed in options.seeds:
-                for fault in faults:
+                for fault in (*faults, *growing, *[HEALTHY_TWIN] * bool(growing)):
                     train_faulty(work, fault, seed)
             for one in runs:
                 train_healthy(work / "healthy", one)
         tables = {"faults": lines_of_faults(work, faults, options.seeds)} if faults else {}
+        tables |= {"growing faults": lines_of_growing(work, growing, options.seeds)} if growing else {}
         tables |= {"healthy runs": lines_of_healthy(work / "healthy", runs)} if runs else {}
         for name, lines in tables.items():
             table = "\n".join(lines)
