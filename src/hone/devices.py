@@ -39,13 +39,11 @@ class Accelerator:
     """Ray's name."""
     variable: str
     """Environment variable that lists the devices that a process may use."""
-    shares_memory: bool
-    """Whether a process can open another's memory on the same device (CUDA IPC)."""
 
 
-NVIDIA = Accelerator("NVIDIA", "cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES", shares_memory=True)
-AMD = Accelerator("AMD", "cuda", "nccl", "GPU", "HIP_VISIBLE_DEVICES", shares_memory=True)
-ASCEND = Accelerator("Ascend", "npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", shares_memory=False)
+NVIDIA = Accelerator("NVIDIA", "cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES")
+AMD = Accelerator("AMD", "cuda", "nccl", "GPU", "HIP_VISIBLE_DEVICES")
+ASCEND = Accelerator("Ascend", "npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES")
 KINDS = (NVIDIA, AMD, ASCEND)
 RESOURCES: Mapping[str, str] = {kind.resource: kind.device_type for kind in reversed(KINDS)}
 """Ray's name -> torch's type."""
@@ -290,9 +288,15 @@ def synchronize() -> None:
 
 
 def peak_bytes() -> int:
-    """Most that torch's tensors held on this process's accelerator; 0 without one."""
+    """Most bytes that torch's tensors held on this process's accelerator; 0 without one."""
     module = module_in_use()
     return 0 if module is None else module.max_memory_allocated()
+
+
+def forget_peak() -> None:
+    """Let `peak_bytes` say the most from now on."""
+    if (module := module_in_use()) is not None:
+        module.reset_peak_memory_stats()
 
 
 def used_and_total_bytes() -> tuple[int, int] | None:

@@ -222,7 +222,7 @@ def test_a_model_whose_states_have_no_room_is_left_out_before_it_is_made(monkeyp
     from hone.tools.acceptance.setting import PartSetting
 
     monkeypatch.setattr(trainers, "hardware_of", lambda _: find_hardware("A100-40G"))
-    monkeypatch.setattr(trainers, "init_model", None)
+    monkeypatch.setattr(trainers, "random_model", None)
     (figure,) = trainers.trainer_part("4b")(PartSetting(torch.device("cpu"), tiny=False))
     assert (figure.name, figure.case) == ("left_out", "4b") and "no room for weights" in figure.note
 

@@ -13,7 +13,7 @@ from hone.tools.acceptance.arithmetic import UpdateOutcome, errors_of, layout_sh
 from hone.tools.acceptance.decoding import DrawnSteps
 from hone.tools.acceptance.runs import digest, is_in_order
 from hone.tools.acceptance.setting import PartSetting, UpdateFigures, laid_out
-from hone.tools.acceptance.trainers import BESIDE_FIRST, BESIDE_TORCH, Way, beside
+from hone.tools.acceptance.trainers import BESIDE_FIRST, BESIDE_TORCH, beside
 from hone.tools.acceptance.usage import DeviceUsage, RecordedEvent, covered_us, watched
 
 
@@ -176,7 +176,7 @@ def test_exported_weights_are_compared_by_their_bytes(tmp_path):
 
 
 def way(seconds, peak, logprob=0.0, norm=1.0):
-    return Way(UpdateFigures(torch.tensor([logprob]), norm, seconds), peak)
+    return UpdateFigures(torch.tensor([logprob]), norm, seconds, peak)
 
 
 def test_ways_are_compared_in_time_memory_and_numbers():

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hone.devices import devices_here
 from hone.services.process import LocalServiceProcess
-from hone.tools.acceptance.figures import Figure, page, read_lines
+from hone.tools.acceptance.figures import Figure, append, page, read_lines
 from hone.tools.acceptance.parts import PARTS
+from hone.tools.acceptance.runs import last_line
 
 LIMIT_S, TOTAL_S = 480.0, 2400.0
 
@@ -97,15 +97,7 @@ def why_failed(words: Sequence[str], log: Path, limit_s: float) -> str:
     how = asyncio.run(ended())
     if how == "ended with exit code 0":
         return ""
-    said = log.read_text("utf-8", "replace").strip().splitlines() if how.startswith("ended with") else []
-    return said[-1][:200] if said else how
-
-
-def append(lines: Path, figures: Iterable[Figure], *, is_gpu: bool) -> None:
-    """Add lines to a file."""
-    with lines.open("a", encoding="utf-8") as file:
-        for figure in figures:
-            file.write(json.dumps(figure.as_dict(is_gpu=is_gpu)) + "\n")
+    return (last_line(log) if how.startswith("ended with") else "") or how
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from hone.devices import devices_here, module_of, synchronize, torch_kind
 from hone.model.kernels import use_fused_kernels, uses_fused_kernels
-from hone.model.load import init_model
 from hone.model.logprobs import token_logprobs
 from hone.sizes import GIB, MIB
 from hone.tools.acceptance.figures import Figure
@@ -29,7 +28,7 @@ from hone.tools.acceptance.setting import (
     make_algorithm,
     make_trainer,
     random_batch,
-    shape_of,
+    random_model,
     timed,
     update,
 )
@@ -57,7 +56,7 @@ def devices(setting: PartSetting) -> Iterator[Figure]:
 def deterministic(setting: PartSetting) -> Iterator[Figure]:
     """Whether updates with `run.deterministic` end in the same bits, and how much longer they take."""
     prepare_fixed_sums()
-    shape = TINY if setting.tiny else {**shape_of("0.6b"), "num_hidden_layers": DETERMINISTIC_LAYERS}
+    shape = setting.shape(layers=DETERMINISTIC_LAYERS)
     dtype = setting.precision
     length = setting.lengths[1]
     samples, algorithm = max(2, setting.budget // length), make_algorithm()
@@ -65,7 +64,7 @@ def deterministic(setting: PartSetting) -> Iterator[Figure]:
 
     def trained(is_on: bool) -> tuple[float, str]:
         """Seconds of a later update, and a hash of the weights after the first."""
-        model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+        model = random_model(shape, setting.device)
         trainer = make_trainer(model, dtype, setting.budget + PROMPT, deterministic=is_on)
         update(trainer, batch, algorithm)
         fingerprint = trainer.fingerprint()
@@ -114,7 +113,7 @@ def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
 def operators(setting: PartSetting, layers: int, batch: Batch) -> int:
     """Kernels, or a CPU's operators, of one update by a model of `layers` layers."""
     shape = {**(TINY if setting.tiny else SMALL), "num_hidden_layers": layers}
-    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+    model = random_model(shape, setting.device)
     trainer = make_trainer(model, "bfloat16" if setting.is_gpu else "float32", 10**9)
     algorithm = make_algorithm()
     update(trainer, batch, algorithm)
@@ -172,7 +171,7 @@ def computed(
     shape: Mapping[str, Any], batch: Batch, dtype: torch.dtype, precision: str, device: torch.device
 ) -> UpdateOutcome:
     """One pass without gradient and one optimizer step."""
-    model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=device)
+    model = random_model(shape, device, dtype=dtype)
     trainer = make_trainer(model, precision, 10**6)
     with torch.no_grad():
         hidden_UH = model.hidden(laid_out(batch, device))
@@ -232,20 +231,18 @@ class KernelFigures:
 
 def kernels(setting: PartSetting) -> Iterator[Figure]:
     """An update and the passes over logits with fused kernels and without, same weights and samples."""
-    dtype = setting.precision
-    shape = TINY if setting.tiny else {**shape_of("0.6b"), "num_hidden_layers": LAYERS}
-    length = setting.lengths[0]
+    shape, length = setting.shape(layers=LAYERS), setting.lengths[0]
     samples = setting.budget // length
-    case = f"{samples} x {length} tokens, {dtype}"
+    case = f"{samples} x {length} tokens, {setting.precision}"
     try:
         use_fused_kernels(setting.device.type)
         is_compiled = uses_fused_kernels(setting.device)
         yield Figure("kernels", "kernels_compiled", float(is_compiled))
         if not is_compiled:
             return
-        fused = measured(setting, shape, dtype, length, samples)
+        fused = measured(setting, shape, length, samples)
         use_fused_kernels(None)
-        plain = measured(setting, shape, dtype, length, samples)
+        plain = measured(setting, shape, length, samples)
     finally:
         use_fused_kernels(None)
     yield Figure("kernels", "kernels_compile_s", fused.first_s - plain.first_s, case)
@@ -257,15 +254,15 @@ def kernels(setting: PartSetting) -> Iterator[Figure]:
     yield Figure("kernels", "kernels_new_lengths", fused.new_graphs, case)
 
 
-def measured(setting: PartSetting, shape: Mapping[str, Any], dtype: str, length: int, samples: int) -> KernelFigures:
+def measured(setting: PartSetting, shape: Mapping[str, Any], length: int, samples: int) -> KernelFigures:
     """Numbers and seconds with kernels as they are set now."""
-    prompt = min(PROMPT, length // 3)
+    dtype, prompt = setting.precision, min(PROMPT, length // 3)
 
     def of_length(tokens: int) -> Batch:
         vocab = shape["vocab_size"]
         return random_batch([tokens] * samples, max(1, samples // 8), vocab=vocab, prompt_tokens=prompt)
 
-    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+    model = random_model(shape, setting.device)
     trainer, algorithm, batch = make_trainer(model, dtype, setting.budget), make_algorithm(), of_length(length - prompt)
     started = time.perf_counter()
     logprobs_T = trainer.logprobs(batch).double().cpu()

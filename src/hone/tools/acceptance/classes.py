@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,23 +13,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hone.devices import give_back_memory, module_of
+from hone.devices import give_back_memory
 from hone.model.hf import TransformersModel
-from hone.model.load import init_model, save_hf
+from hone.model.load import save_hf
 from hone.sizes import GIB
 from hone.tools.acceptance.decoding import WATCHED_TOKENS, rollout, use_of_steps
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
     NO_ACCELERATOR,
     PROMPT,
-    TINY,
     PartSetting,
     UpdateFigures,
     make_algorithm,
     make_trainer,
     measured_update,
     random_batch,
-    shape_of,
+    random_model,
     timed,
     update,
 )
@@ -42,7 +40,7 @@ GROUP, LR = 8, 1e-6
 
 def transformers(setting: PartSetting) -> Iterator[Figure]:
     """An update by each, of groups of 8 samples: short ones, and ones of 4,096 tokens."""
-    shape = TINY if setting.tiny else shape_of("0.6b")
+    shape = setting.shape()
     dtype = setting.precision
     for length in setting.lengths[:1] if setting.tiny else (setting.lengths[0], setting.lengths[2]):
         # Half of a run's: the baseline has the logits of all of its tokens in memory, and their gradient.
@@ -50,7 +48,7 @@ def transformers(setting: PartSetting) -> Iterator[Figure]:
         samples = max(GROUP, budget // length // GROUP * GROUP)
         batch = random_batch([length] * samples, samples // GROUP, vocab=shape["vocab_size"], prompt_tokens=PROMPT)
         with TemporaryDirectory(prefix="hone-gpu-") as name:
-            model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+            model = random_model(shape, setting.device)
             save_hf(Path(name), model.hf_config, model.named_weights())
             ours = measured_update(make_trainer(model, dtype, budget), batch)
             del model
@@ -156,16 +154,15 @@ COMPARED = (2, 4)
 
 def classes(setting: PartSetting) -> Iterator[Figure]:
     """Each class: numbers against float64 in padded rows on the CPU; then time and memory of an update; decoding."""
-    dtype = setting.precision
     sizes = TINY_SIZES if setting.tiny else SIZES
     for model_type, more in KEYS.items():
         shape = {"model_type": model_type, **sizes, **more}
-        yield from numbers_of(setting, shape, dtype)
-        yield from ways_of(setting, shape, dtype)
-        yield from steps_of(setting, shape, dtype)
+        yield from numbers_of(setting, shape)
+        yield from ways_of(setting, shape)
+        yield from steps_of(setting, shape)
         give_back_memory()
     for model_type, more in KEYS_IN_ROWS.items():
-        yield from steps_of(setting, {"model_type": model_type, **sizes, **more}, dtype)
+        yield from steps_of(setting, {"model_type": model_type, **sizes, **more})
         give_back_memory()
 
 
@@ -176,9 +173,9 @@ def grouped_batch(setting: PartSetting, shape: Mapping[str, Any], groups: int, s
     return random_batch(lengths * groups, groups, vocab=shape["vocab_size"], prompt_tokens=longest)
 
 
-def numbers_of(setting: PartSetting, shape: Mapping[str, Any], dtype: str) -> Iterator[Figure]:
+def numbers_of(setting: PartSetting, shape: Mapping[str, Any]) -> Iterator[Figure]:
     """One row on the device against padded rows in float64, from the same weights. A few layers show it."""
-    shape = {**shape, "num_hidden_layers": 2}
+    shape, dtype = {**shape, "num_hidden_layers": 2}, setting.precision
     batch, case = grouped_batch(setting, shape, *COMPARED), f"{shape['model_type']}, {dtype}"
     exact_T, exact_norm = outcome(made(shape, torch.device("cpu"), exactly=True), "float64", batch)
     found_T, norm = outcome(made(shape, setting.device), dtype, batch)
@@ -188,7 +185,7 @@ def numbers_of(setting: PartSetting, shape: Mapping[str, Any], dtype: str) -> It
 
 def made(shape: Mapping[str, Any], device: torch.device, *, exactly: bool = False) -> TransformersModel:
     """A class with random weights; `exactly`: in float64 and in padded rows."""
-    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=device)
+    model = random_model(shape, device)
     assert isinstance(model, TransformersModel) and (model.why_rows is None) == (shape["model_type"] in KEYS)
     if exactly:
         model.hf.set_experts_implementation("eager")  # PyTorch's grouped product knows no float64
@@ -204,40 +201,28 @@ def outcome(model: TransformersModel, precision: str, batch: Batch) -> tuple[Ten
     return logprobs_T, update(trainer, batch, make_algorithm())["train/grad_norm"]
 
 
-@dataclass(frozen=True, slots=True)
-class ClassCost:
-    """What one way took."""
-
-    grad_norm: float
-    """Of the first update."""
-    seconds: float
-    """Of a later one."""
-    peak_bytes: int
-    """Most memory of tensors; 0 on a CPU."""
-
-
-def ways_of(setting: PartSetting, shape: Mapping[str, Any], dtype: str) -> Iterator[Figure]:
+def ways_of(setting: PartSetting, shape: Mapping[str, Any]) -> Iterator[Figure]:
     """An update in one row, in padded rows, and in one row with compiled layers."""
     batch = grouped_batch(setting, shape, GROUPS, SAMPLES)
     tokens = sum(map(len, batch.prompts)) + len(batch.token_ids_T)
-    case = f"{shape['model_type']}, {GROUPS} x ({len(batch.prompts[0])} + {SAMPLES} samples), {dtype}"
-    one_row = cost(setting, shape, dtype, batch)
-    padded = cost(setting, shape, dtype, batch, why_rows="the baseline is computed in rows")
+    case = f"{shape['model_type']}, {GROUPS} x ({len(batch.prompts[0])} + {SAMPLES} samples), {setting.precision}"
+    one_row = cost(setting, shape, batch)
+    padded = cost(setting, shape, batch, why_rows="the baseline is computed in rows")
     yield Figure("classes", "class_tokens_per_s", tokens / one_row.seconds, case)
     yield Figure("classes", "class_rows_ratio", padded.seconds / one_row.seconds, case)
     if one_row.peak_bytes:
         note = f"{one_row.peak_bytes / GIB:.1f} of {padded.peak_bytes / GIB:.1f} GiB"
         yield Figure("classes", "class_memory_ratio", one_row.peak_bytes / padded.peak_bytes, case, note)
-    compiled = cost(setting, shape, dtype, batch, is_compiled=True)
+    compiled = cost(setting, shape, batch, is_compiled=True)
     yield Figure("classes", "class_compiled_ratio", compiled.seconds / one_row.seconds, case)
     yield Figure("classes", "class_compiled_difference", abs(compiled.grad_norm / one_row.grad_norm - 1), case)
 
 
-def steps_of(setting: PartSetting, shape: Mapping[str, Any], dtype: str) -> Iterator[Figure]:
+def steps_of(setting: PartSetting, shape: Mapping[str, Any]) -> Iterator[Figure]:
     """How often the host waits in a decoding step of Hone's own engine, and shares of the time."""
     model, rows, tokens = made(shape, setting.device), SAMPLES, 8 if setting.tiny else max(WATCHED_TOKENS)
-    case = f"{shape['model_type']}, {rows} rows, {dtype}"
-    draw = rollout(model.to(getattr(torch, dtype)), rows, tokens, None)
+    case = f"{shape['model_type']}, {rows} rows, {setting.precision}"
+    draw = rollout(model.to(getattr(torch, setting.precision)), rows, tokens, None)
     if setting.is_gpu:
         yield from use_of_steps(draw, case, "classes")
     else:
@@ -247,22 +232,15 @@ def steps_of(setting: PartSetting, shape: Mapping[str, Any], dtype: str) -> Iter
 def cost(
     setting: PartSetting,
     shape: Mapping[str, Any],
-    dtype: Any,
     batch: Batch,
     *,
     why_rows: str | None = None,
     is_compiled: bool = False,
-) -> ClassCost:
-    """Of a new trainer's updates, as if the batch had been sampled from its own weights."""
+) -> UpdateFigures:
+    """Of a new trainer's updates."""
     give_back_memory()
-    model, algorithm = made(shape, setting.device), make_algorithm()
+    model = made(shape, setting.device)
     model.why_rows = why_rows
     if is_compiled:
         compile_layers(model)
-    trainer = make_trainer(model, dtype, 10**6)
-    batch = replace(batch, sampler_logprobs_T=trainer.logprobs(batch).cpu())
-    if setting.is_gpu:
-        module_of(setting.device).reset_peak_memory_stats()
-    norm = update(trainer, batch, algorithm)["train/grad_norm"]
-    seconds, _ = timed(lambda: update(trainer, batch, algorithm))
-    return ClassCost(norm, seconds, module_of(setting.device).max_memory_allocated() if setting.is_gpu else 0)
+    return measured_update(make_trainer(model, setting.precision, 10**6), batch)

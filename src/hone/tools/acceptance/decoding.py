@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hone.devices import module_of
 from hone.model.base import CausalModel
-from hone.model.load import init_model
 from hone.plan.efficiency import MeasuredDecoding, remember_rates
 from hone.plan.families import architecture_from
 from hone.plan.kv_cache import CacheRoom
@@ -30,11 +29,10 @@ from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
     NO_ACCELERATOR,
     PROMPT,
-    TINY,
     PartSetting,
     hardware_of,
+    random_model,
     random_requests,
-    shape_of,
     timed,
 )
 from hone.tools.acceptance.usage import synchronizations, use_figures, watched
@@ -48,9 +46,9 @@ FEWEST = ROWS[0]
 def decoding(setting: PartSetting) -> Iterator[Figure]:
     """Groups of 8 samples, drawn with kernels launched one by one and by graphs; and whether a replay computes what the
     same step does that is launched."""
-    shape = TINY if setting.tiny else shape_of("0.6b")
+    shape = setting.shape()
     dtype = getattr(torch, setting.precision)
-    model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=setting.device)
+    model = random_model(shape, setting.device, dtype=dtype)
     steps: dict[bool, dict[int, float]] = {False: {}, True: {}}
     for rows in ROWS[:1] if setting.tiny else ROWS:
         tokens = 8 if setting.tiny else TOKENS

@@ -24,7 +24,7 @@ from hone.devices import give_back_memory, module_of
 from hone.model.base import CausalModel
 from hone.model.fingerprint import weights_fingerprint
 from hone.model.hf import TransformersModel
-from hone.model.load import init_model, save_hf
+from hone.model.load import save_hf
 from hone.plan.kv_cache import CacheRoom
 from hone.rollout.engine import Engine, Request, Sampling
 from hone.rollout.local import LocalEngine, most_tokens
@@ -40,6 +40,7 @@ from hone.tools.acceptance.setting import (
     TINY,
     PartSetting,
     make_trainer,
+    random_model,
     random_requests,
     shape_of,
 )
@@ -59,7 +60,7 @@ def engines(setting: PartSetting) -> Iterator[Figure]:
     prompts, group, shortest, longest = (4, 2, 4, 16) if setting.tiny else (64, 8, 256, 2048)
     shape = SMALL if setting.tiny else shape_of("0.6b")
     dtype = setting.precision
-    model = init_model(shape, vocab_size=None, seed=0, dtype=getattr(torch, dtype), device=setting.device)
+    model = random_model(shape, setting.device, dtype=getattr(torch, dtype))
     lengths = np.linspace(shortest, longest, prompts, dtype=int).tolist()
     requests = random_requests(model.vocab_size, lengths, group)
     what = f"{prompts} prompts x {group}, {shortest} to {longest} tokens, {dtype}"
@@ -218,7 +219,7 @@ def sleeping(setting: PartSetting) -> Iterator[Figure]:
 
 def made(shape: Mapping[str, Any], seed: int, dtype: str, device: torch.device) -> CausalModel:
     """Random weights as they are published."""
-    return init_model(shape, vocab_size=None, seed=seed, dtype=getattr(torch, dtype), device=device)
+    return random_model(shape, device, dtype=getattr(torch, dtype), seed=seed)
 
 
 def used_bytes(setting: PartSetting) -> int:
@@ -334,7 +335,7 @@ def saved_seeing_model(folder: Path, kind: str, device: torch.device) -> Transfo
     ids = [tokenizer.convert_tokens_to_ids(mark) for mark in SEEING_MARKS]
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
     keys = {"model_type": kind, "tie_word_embeddings": False, **SEEING[kind], **dict(zip(names, ids, strict=True))}
-    model = init_model(keys, vocab_size=None, seed=0, dtype=torch.float32, device=device)
+    model = random_model(keys, device)
     assert isinstance(model, TransformersModel)
     for _, weight in model.named_weights():
         if weight.dim() > 1:  # so large that a picture changes what comes next

@@ -189,6 +189,13 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def append(path: Path, figures: Iterable[Figure], *, is_gpu: bool) -> None:
+    """Write each figure into a JSON lines file as soon as it is there."""
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+        for figure in figures:
+            file.write(json.dumps(figure.as_dict(is_gpu=is_gpu)) + "\n")
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Figures of a JSON lines file; none if it is not there."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []

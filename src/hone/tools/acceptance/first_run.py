@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hone.data.chat import EOS, PAD
 from hone.devices import give_back_memory
-from hone.model.load import init_model, save_hf
+from hone.model.load import save_hf
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.runs import (
     REWARDS,
@@ -29,7 +29,7 @@ from hone.tools.acceptance.runs import (
     memory_over_plan,
     metrics_of,
 )
-from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, has_data_sheet, shape_of
+from hone.tools.acceptance.setting import RUN_TIMEOUT_S, PartSetting, has_data_sheet, random_model
 
 STEPS = 3
 EXAMPLE: Mapping[str, Mapping[str, Any]] = {
@@ -56,7 +56,7 @@ def gsm8k(setting: PartSetting) -> Iterator[Figure]:
             code = subprocess.run(TRAIN, cwd=folder, stdout=log, stderr=log, timeout=RUN_TIMEOUT_S).returncode
         lines = metrics_of(folder)
         steps = max((line["step"] for line in lines), default=0) if code == 0 else 0
-        yield Figure("gsm8k", "example_steps", steps, note=last_line(folder) if code else "")
+        yield Figure("gsm8k", "example_steps", steps, note=last_line(folder / "log") if code else "")
         if code:
             return
         samples = example["train"]["prompts_per_step"] * example["rollout"]["group_size"]
@@ -81,8 +81,7 @@ def gsm8k(setting: PartSetting) -> Iterator[Figure]:
 
 def write_files(folder: Path, setting: PartSetting, example: Mapping[str, Mapping[str, Any]]) -> None:
     """A model's directory, rows, a reward that differs from sample to sample, and the run file."""
-    shape = TINY if setting.tiny else shape_of("0.6b")
-    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.bfloat16, device=setting.device)
+    model = random_model(setting.shape(), setting.device, dtype=torch.bfloat16)
     save_hf(folder / "model", model.hf_config, model.named_weights(), tokenizer_of(model.vocab_size), eos_ids=(1,))
     del model
     give_back_memory()

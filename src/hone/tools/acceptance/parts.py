@@ -5,7 +5,6 @@ python -m hone.tools.acceptance.parts PART LINES.jsonl [--tiny]
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from hone.tools.acceptance.arithmetic import attention, deterministic, devices, 
 from hone.tools.acceptance.classes import classes, transformers
 from hone.tools.acceptance.decoding import decoding
 from hone.tools.acceptance.engines import engines, pictures, sleeping
-from hone.tools.acceptance.figures import Figure
+from hone.tools.acceptance.figures import Figure, append
 from hone.tools.acceptance.first_run import gsm8k
 from hone.tools.acceptance.publishing import publishing
 from hone.tools.acceptance.ranks import export, several
@@ -55,9 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run one part, and append each figure as soon as it is there."""
     part, lines, *flags = arguments
     setting = PartSetting(set_up_arithmetic(RunSection()), tiny="--tiny" in flags)
-    with Path(lines).open("a", encoding="utf-8", buffering=1) as file:
-        for figure in PARTS[part](setting):
-            file.write(json.dumps(figure.as_dict(is_gpu=setting.is_gpu)) + "\n")
+    append(Path(lines), PARTS[part](setting), is_gpu=setting.is_gpu)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hone.config.cluster import ClusterSection
 from hone.devices import devices_here
 from hone.sizes import GIB, MIB
 from hone.tools.acceptance.figures import Figure
-from hone.tools.acceptance.setting import RUN_TIMEOUT_S, TINY, PartSetting, shape_of
+from hone.tools.acceptance.setting import RUN_TIMEOUT_S, PartSetting
 
 if TYPE_CHECKING:
     from hone.tools.acceptance.weights_sender import SentVersions
@@ -32,7 +32,6 @@ def publishing(setting: PartSetting) -> Iterator[Figure]:
     from hone.tools.acceptance.weights_sender import TIMEOUT_S, WeightsSender, waiting_engine
 
     found = devices_here("auto" if setting.is_gpu else "cpu")
-    shape = TINY if setting.tiny else shape_of("0.6b")
     dtype = torch.bfloat16 if found.bfloat16 else torch.float32
     # Transports that runs have on such devices, each with the number of the engine's; the trainer has 0.
     others: dict[TransportName, int] = {"ray": 0, "gloo": 0}
@@ -49,7 +48,7 @@ def publishing(setting: PartSetting) -> Iterator[Figure]:
     took: dict[TransportName, float] = {}
     with cluster:
         cluster.start()
-        made = shape, dtype, setting.device
+        made = setting.shape(), dtype, setting.device
         sender = cluster.spawn(WeightsSender, *made, devices=[0], shared_by=2)
         engines: dict[int, Any] = {}
         for name, device in others.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,21 +12,19 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from hone.devices import devices_here, give_back_memory, module_of
-from hone.model.load import init_model
+from hone.devices import devices_here, forget_peak, give_back_memory, peak_bytes
 from hone.sizes import GIB
 from hone.tools.acceptance.figures import Figure
 from hone.tools.acceptance.setting import (
     NO_ACCELERATOR,
     PROMPT,
-    TINY,
     PartSetting,
     UpdateFigures,
     among_ranks,
     make_trainer,
     measured_update,
     random_batch,
-    shape_of,
+    random_model,
 )
 from hone.train.fsdp_ranks import FsdpRanks
 from hone.train.mesh import make_mesh
@@ -34,6 +32,21 @@ from hone.train.ranks import ALONE, Ranks
 from hone.types import Batch
 
 RANKS = 2
+
+
+def of_first_rank(work: Callable[..., None], ranks: int, *arguments: Any) -> dict[str, Any]:
+    """Run `work` in a process for each rank, with its number, these arguments and the folder where they meet.
+
+    Returns what the first one kept.
+    """
+    with TemporaryDirectory(prefix="hone-gpu-") as name:
+        spawn(work, (*arguments, Path(name)), nprocs=ranks)
+        return torch.load(Path(name) / "found.pt", weights_only=True)
+
+
+def keep(found: UpdateFigures | Written, folder: Path) -> None:
+    """Leave what this process measured to `of_first_rank`."""
+    torch.save(asdict(found), folder / "found.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,53 +73,39 @@ def several(setting: PartSetting) -> Iterator[Figure]:
     if setting.is_gpu and devices_here("auto").per_node < RANKS:
         yield Figure("several", "left_out", 1.0, note="it needs two devices, and one is visible")
         return
-    dtype = setting.precision
     length = setting.lengths[1]
     samples = 2 * max(2, setting.budget // length)
-    vocab = shape_with({}, setting)["vocab_size"]
+    vocab = setting.shape()["vocab_size"]
     batch = random_batch([length] * samples, samples // 2, vocab=vocab, prompt_tokens=PROMPT)
     changes, alone = None, None
     for way, divided_way in WAYS.items():
-        shape = shape_with(divided_way.shape, setting)
+        shape = {**setting.shape(), **divided_way.shape}
         if alone is None or divided_way.shape != changes:
-            changes, alone = divided_way.shape, trained(setting, shape, dtype, batch, setting.device, ALONE)
+            changes, alone = divided_way.shape, trained(setting, shape, batch, setting.device, ALONE)
             give_back_memory()
-        with TemporaryDirectory(prefix="hone-gpu-") as name:
-            spawn(train_rank, (setting, shape, dtype, batch, way, Path(name)), nprocs=RANKS)
-            divided = UpdateFigures(**torch.load(Path(name) / "figures.pt", weights_only=True))
-        case = f"{way}, {samples} x {length} tokens, {dtype}"
+        divided = UpdateFigures(**of_first_rank(train_rank, RANKS, setting, shape, batch, way))
+        case = f"{way}, {samples} x {length} tokens, {setting.precision}"
         apart = float((divided.logprobs_T - alone.logprobs_T).abs().mean())
         yield Figure("several", "divided_logprob_difference", apart, case)
         yield Figure("several", "divided_grad_difference", abs(divided.grad_norm / alone.grad_norm - 1), case)
         yield Figure("several", "divided_speedup", alone.seconds / divided.seconds, case)
 
 
-def shape_with(changes: Mapping[str, int], setting: PartSetting) -> Mapping[str, Any]:
-    """The model's config.json."""
-    return {**(TINY if setting.tiny else shape_of("0.6b")), **changes}
-
-
-def train_rank(
-    rank: int, setting: PartSetting, shape: Mapping[str, Any], dtype: str, batch: Batch, way: str, folder: Path
-) -> None:
-    """One of the processes that train together; the first writes what it measured."""
+def train_rank(rank: int, setting: PartSetting, shape: Mapping[str, Any], batch: Batch, way: str, folder: Path) -> None:
+    """One of the processes that train together."""
     with among_ranks(setting, rank, RANKS, folder) as device:
-        found = trained(setting, shape, dtype, batch, device, FsdpRanks(make_mesh(device, **WAYS[way].sizes)))
+        found = trained(setting, shape, batch, device, FsdpRanks(make_mesh(device, **WAYS[way].sizes)))
     if rank == 0:
-        figures = {name: getattr(found, name) for name in UpdateFigures.__slots__}
-        torch.save(figures, folder / "figures.pt")
+        keep(found, folder)
 
 
 def trained(
-    setting: PartSetting, shape: Mapping[str, Any], dtype: Any, batch: Batch, device: torch.device, ranks: Ranks
+    setting: PartSetting, shape: Mapping[str, Any], batch: Batch, device: torch.device, ranks: Ranks
 ) -> UpdateFigures:
     """An update by this process, alone or among ranks."""
-    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=device)
+    model = random_model(shape, device)
     budget = max(setting.budget, int(batch.length_S[0]) + PROMPT)
-    return measured_update(make_trainer(model, dtype, budget, ranks=ranks), batch)
-
-
-MOST_RANKS = 2
+    return measured_update(make_trainer(model, setting.precision, budget, ranks=ranks), batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +123,8 @@ def export(setting: PartSetting) -> Iterator[Figure]:
     """By one process, and by the first of ranks that have a share of each weight: one, or two where devices are."""
     yield from export_figures(setting, written(setting, setting.device, ALONE), "one process")
     give_back_memory()
-    ranks = min(MOST_RANKS, devices_here("auto").per_node) if setting.is_gpu else MOST_RANKS
-    with TemporaryDirectory(prefix="hone-gpu-") as name:
-        spawn(write_rank, (setting, ranks, Path(name)), nprocs=ranks)
-        found = Written(**torch.load(Path(name) / "written.pt", weights_only=True))
+    ranks = min(RANKS, devices_here("auto").per_node) if setting.is_gpu else RANKS
+    found = Written(**of_first_rank(write_rank, ranks, setting, ranks))
     yield from export_figures(setting, found, f"FSDP2, {ranks} rank{'s' if ranks > 1 else ''}")
     if not setting.is_gpu:
         yield Figure("export", "left_out", 1.0, "memory", NO_ACCELERATOR)
@@ -141,21 +138,18 @@ def export_figures(setting: PartSetting, found: Written, case: str) -> Iterator[
 
 
 def write_rank(rank: int, setting: PartSetting, ranks: int, folder: Path) -> None:
-    """One of the processes that have the weights together; the first leaves what it measured."""
+    """One of the processes that have the weights together."""
     with among_ranks(setting, rank, ranks, folder) as device:
         found = written(setting, device, FsdpRanks(make_mesh(device)), is_first=rank == 0)
     if rank == 0:
-        torch.save(asdict(found), folder / "written.pt")
+        keep(found, folder)
 
 
 def written(setting: PartSetting, device: torch.device, ranks: Ranks, *, is_first: bool = True) -> Written:
     """The master weights in bfloat16, by the first rank; the others have their shares of each ready."""
-    shape = TINY if setting.tiny else shape_of("0.6b")
-    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=device)
-    trainer = make_trainer(model, "float32", 1024, ranks=ranks)
-    before = module_of(device).memory_allocated() if setting.is_gpu else 0
-    if setting.is_gpu:
-        module_of(device).reset_peak_memory_stats()
+    trainer = make_trainer(random_model(setting.shape(), device), "float32", 1024, ranks=ranks)
+    forget_peak()
+    before = peak_bytes()
     with TemporaryDirectory(prefix="hone-gpu-") as name:
         started = time.perf_counter()
         if is_first:
@@ -165,5 +159,4 @@ def written(setting: PartSetting, device: torch.device, ranks: Ranks, *, is_firs
                 pass
         seconds = time.perf_counter() - started
         num_bytes = sum(file.stat().st_size for file in Path(name).glob("*.safetensors"))
-    taken = module_of(device).max_memory_allocated() - before if setting.is_gpu else 0
-    return Written(seconds, num_bytes, taken)
+    return Written(seconds, num_bytes, peak_bytes() - before)

@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from hone.memory.record import comparison
 from hone.observe.events import events_of
+from hone.runtime.files import whole_lines
+from hone.services.log import last_lines
 from hone.tools.acceptance.figures import Figure
-from hone.tools.acceptance.setting import NO_ACCELERATOR, RUN_TIMEOUT_S, TINY, PartSetting, shape_of
+from hone.tools.acceptance.setting import NO_ACCELERATOR, RUN_TIMEOUT_S, PartSetting
 
 STEPS, LAYERS = 6, 14
 """Updates; layers of the model, half of Qwen3-0.6B's: each checkpoint is written and hashed while the run waits."""
@@ -55,7 +57,7 @@ def cluster_part(use: Literal["hone", "vllm"]) -> Callable[[PartSetting], Iterat
 
 def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any]) -> Iterator[Figure]:
     """A run that is killed and resumed, in a folder of its own."""
-    shape = TINY if setting.tiny else {**shape_of("0.6b"), "num_hidden_layers": LAYERS}
+    shape = setting.shape(layers=LAYERS)
     with TemporaryDirectory(prefix="hone-gpu-") as name:
         folder = Path(name)
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(20) for b in range(20)]
@@ -174,17 +176,15 @@ def train(folder: Path, *, kill_after: int) -> tuple[int, str]:
         if code == -signal.SIGKILL:
             left = max(deadline - time.monotonic(), 1)
             code = subprocess.run([*TRAIN, "--resume"], cwd=folder, stdout=log, stderr=log, timeout=left).returncode
-    return code, last_line(folder) if code else ""
+    return code, last_line(folder / "log") if code else ""
 
 
-def last_line(folder: Path) -> str:
-    """Of a run's log."""
-    said = (folder / "log").read_text("utf-8", "replace").strip().splitlines()
+def last_line(log: Path) -> str:
+    """The last one that says something; empty where none does."""
+    said = [line.strip() for line in last_lines(log) if line.strip()]
     return said[-1][:200] if said else ""
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """Whole lines of a run's metrics."""
-    file = folder / "out" / "metrics.jsonl"
-    text = file.read_text("utf-8") if file.is_file() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in whole_lines(folder / "out" / "metrics.jsonl")]

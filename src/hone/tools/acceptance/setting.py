@@ -19,11 +19,20 @@ from hone.algo.algorithm import Algorithm
 from hone.assemble.job import set_up_arithmetic
 from hone.config.algorithm import AlgorithmSection
 from hone.config.run import OptimizerSection, RunSection
-from hone.devices import devices_here, give_back_memory, is_accelerator, module_of, synchronize
+from hone.devices import (
+    devices_here,
+    forget_peak,
+    give_back_memory,
+    is_accelerator,
+    module_of,
+    peak_bytes,
+    synchronize,
+)
 from hone.errors import first_line
 from hone.memory.gauges import ran_out_of_memory
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
+from hone.model.load import init_model
 from hone.plan.hardware import THIS, Hardware, find_hardware, memory_limit_bytes, named_device
 from hone.plan.known_models import named_config
 from hone.rollout.engine import Request, Sampling
@@ -81,6 +90,12 @@ class PartSetting:
         """Of the arithmetic: bfloat16 where an accelerator has it."""
         return "bfloat16" if self.is_gpu and devices_here("auto").bfloat16 else "float32"
 
+    def shape(self, size: str = "0.6b", *, layers: int | None = None) -> Mapping[str, Any]:
+        """A config.json's keys: Qwen3's of a size, with all layers or some; tiny ones where sizes are."""
+        if self.tiny:
+            return TINY
+        return shape_of(size) if layers is None else {**shape_of(size), "num_hidden_layers": layers}
+
     @property
     def lengths(self) -> Sequence[int]:
         return (48, 96) if self.tiny else LENGTHS
@@ -93,6 +108,13 @@ class PartSetting:
 def shape_of(size: str) -> Mapping[str, Any]:
     """A shipped architecture of Qwen3, as the keys of a config.json."""
     return named_config(f"Qwen/Qwen3-{size.upper()}", Path(), key="model.path")
+
+
+def random_model(
+    shape: Mapping[str, Any], device: torch.device, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> CausalModel:
+    """A model of random weights, in float32 unless told."""
+    return init_model(shape, vocab_size=None, seed=seed, dtype=dtype, device=device)
 
 
 def random_batch(lengths: Sequence[int], prompts: int, *, vocab: int, prompt_tokens: int) -> Batch:
@@ -280,12 +302,15 @@ class UpdateFigures:
     grad_norm: float
     seconds: float
     """Of a later update."""
+    peak_bytes: int = 0
+    """Most of tensors while it trained; 0 on a CPU, and where it was not measured."""
 
 
 def measured_update(trainer: PolicyTrainer, batch: Batch) -> UpdateFigures:
     """What a new trainer makes of a batch as if it had been sampled from its own weights: every ratio is 1."""
     algorithm, logprobs_T = make_algorithm(), trainer.logprobs(batch).cpu()
     batch = replace(batch, sampler_logprobs_T=logprobs_T)
+    forget_peak()
     norm = update(trainer, batch, algorithm)["train/grad_norm"]
     seconds, _ = timed(lambda: update(trainer, batch, algorithm))
-    return UpdateFigures(logprobs_T, norm, seconds)
+    return UpdateFigures(logprobs_T, norm, seconds, peak_bytes())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
@@ -13,10 +12,9 @@ import torch
 
 from hone.algo.algorithm import Algorithm
 from hone.config.run import Checkpointing, RunConfig
-from hone.devices import module_of
+from hone.devices import forget_peak, peak_bytes
 from hone.model.decoder import Decoder
 from hone.model.kernels import use_fused_kernels, uses_fused_kernels
-from hone.model.load import init_model
 from hone.plan import time as roofline
 from hone.plan.efficiency import MeasuredRates, remember_rates
 from hone.plan.engine import CONTEXT_BYTES
@@ -37,7 +35,7 @@ from hone.tools.acceptance.setting import (
     measured_update,
     peak_figure,
     random_batch,
-    shape_of,
+    random_model,
     timed,
     update,
     within_memory,
@@ -77,7 +75,7 @@ class PlannedUpdate:
         self.budget = max(setting.budget, length + PROMPT)
         """Tokens of a microbatch, at most."""
         self.hardware: Hardware = hardware_of(setting.device)
-        self.shape = TINY if setting.tiny else shape_of(size)
+        self.shape = setting.shape(size)
         self.batch = random_batch(
             [self._response] * samples, self._prompts, vocab=self.shape["vocab_size"], prompt_tokens=PROMPT
         )
@@ -200,13 +198,12 @@ def trainer_part(size: str) -> Callable[[PartSetting], Iterator[Figure]]:
 
     def part(setting: PartSetting) -> Iterator[Figure]:
         name = f"trainer-{size}"
-        shape = TINY if setting.tiny else shape_of(size)
         dtype = setting.precision
         if not PlannedUpdate(setting, size, setting.lengths[0], dtype, modes=("full",)).holds_states:
             yield Figure(name, "left_out", 1.0, size, "the device has no room for weights, gradient and moments")
             return
         yield peak_figure(name, setting)
-        model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device=setting.device)
+        model = random_model(setting.shape(size), setting.device)
         trainer, algorithm = make_trainer(model, dtype, setting.budget), make_algorithm()
         for length in setting.lengths:
             work = PlannedUpdate(setting, size, length, dtype)
@@ -229,9 +226,7 @@ def passes_part(size: str) -> Callable[[PartSetting], Iterator[Figure]]:
             return
         yield peak_figure(name, setting)
         yield Figure(name, "left_out", 1.0, f"update, {size}", "of this size only passes without gradients are timed")
-        model = init_model(
-            planned[0].shape, vocab_size=None, seed=0, dtype=getattr(torch, dtype), device=setting.device
-        )
+        model = random_model(planned[0].shape, setting.device, dtype=getattr(torch, dtype))
         passes = make_passes(dtype, setting.budget)
         for work in planned:
             passes.tokens_per_microbatch = work.budget
@@ -264,15 +259,14 @@ def trainer_at(
         yield Figure(name, "left_out", 1.0, f"update, {case}", "the plan does not fit")
         return
     case, trainer.model.checkpointing = f"{case}, checkpointing {mode}", mode
-    if setting.is_gpu:
-        module_of(setting.device).reset_peak_memory_stats()
+    forget_peak()
     update_s, metrics = timed(lambda: update(trainer, work.batch, algorithm))
     yield Figure(name, "update_tokens_per_s", tokens / update_s, case)
     yield Figure(name, "update_mfu", 3 * work.flops / update_s / work.peak_flops, case)
     if not setting.is_gpu:
         yield Figure(name, "left_out", 1.0, f"memory, kernels and waiting, {case}", NO_ACCELERATOR)
         return
-    yield work.peak_over_plan(name, mode, case, module_of(setting.device).max_memory_allocated())
+    yield work.peak_over_plan(name, mode, case, peak_bytes())
     yield from use_of_update(name, case, trainer, algorithm, work)
     seconds = (forward_s, update_s, metrics["train/microbatches"] * roofline.GPU.microbatch_overhead_s)
     print(f"efficiencies of {case} are in {remember_rates([work.rates(mode, seconds)])}")
@@ -313,38 +307,28 @@ BESIDE_TORCH = ("mode_kernels_ratio", "mode_kernels_memory", "kernels_logprob_di
 """Compiled kernels against torch's own in the same mode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """What one way made of an update."""
-
-    figures: UpdateFigures
-    peak_bytes: int
-    """Of tensors; 0 on a CPU."""
-
-
 def modes(setting: PartSetting) -> Iterator[Figure]:
     """Every mode of checkpointing that fits, with each kind of kernels, from the same weights and samples."""
-    dtype = setting.precision
     yield peak_figure("modes", setting)
     if not setting.is_gpu:
         yield Figure("modes", "left_out", 1.0, "memory", NO_ACCELERATOR)
     for size, works in groupby((("0.6b", setting.lengths[0]),) if setting.tiny else WORK, key=itemgetter(0)):
-        shape = TINY if setting.tiny else shape_of(size)
+        shape = setting.shape(size)
         modes_here: tuple[Checkpointing, ...] = (*MODES[:2], shape["num_hidden_layers"] // 2, MODES[2])
         first = random_decoder(shape)
         for _, length in works:
-            work = PlannedUpdate(setting, size, length, dtype, microbatches=1, modes=modes_here)
-            yield from modes_of(setting, first, work, size, dtype)
+            work = PlannedUpdate(setting, size, length, setting.precision, microbatches=1, modes=modes_here)
+            yield from modes_of(setting, first, work, size)
 
 
 def random_decoder(shape: Mapping[str, Any]) -> Decoder:
     """Random float32 weights on the host, where 4B take half a minute: each way copies them to the device."""
-    model = init_model(shape, vocab_size=None, seed=0, dtype=torch.float32, device="cpu")
+    model = random_model(shape, torch.device("cpu"))
     assert isinstance(model, Decoder)
     return model
 
 
-def modes_of(setting: PartSetting, first: Decoder, work: PlannedUpdate, size: str, dtype: str) -> Iterator[Figure]:
+def modes_of(setting: PartSetting, first: Decoder, work: PlannedUpdate, size: str) -> Iterator[Figure]:
     """Of one model and one length.
 
     Args:
@@ -352,7 +336,7 @@ def modes_of(setting: PartSetting, first: Decoder, work: PlannedUpdate, size: st
     """
     for mode in work.plans.keys() - set(work.fitting):
         yield Figure("modes", "left_out", 1.0, f"{size}, {work.case}, {named(mode)}", "the plan does not fit")
-    ways: dict[tuple[str, Checkpointing], Way] = {}
+    ways: dict[tuple[str, Checkpointing], UpdateFigures] = {}
     for kernels in KERNELS:
         try:
             use_fused_kernels(setting.device.type if kernels == KERNELS[1] else None)
@@ -361,7 +345,7 @@ def modes_of(setting: PartSetting, first: Decoder, work: PlannedUpdate, size: st
                 continue
             for mode in work.fitting:
                 case = f"{size}, {work.case}, {named(mode)}, {kernels}"
-                figures = way_at(setting, first, work, kernels, mode, dtype, ways, case)
+                figures = way_at(setting, first, work, kernels, mode, ways, case)
                 yield from within_memory("modes", case, figures, fits=True)
         finally:
             use_fused_kernels(None)
@@ -373,15 +357,13 @@ def way_at(
     work: PlannedUpdate,
     kernels: str,
     mode: Checkpointing,
-    dtype: str,
-    ways: dict[tuple[str, Checkpointing], Way],
+    ways: dict[tuple[str, Checkpointing], UpdateFigures],
     case: str,
 ) -> Iterator[Figure]:
     """One way, beside those that are in `ways` already; it is put there too."""
-    ways[kernels, mode] = way = measured_way(setting, first, work, mode, dtype)
-    seconds = way.figures.seconds
-    yield Figure("modes", "mode_tokens_per_s", work.tokens / seconds, case)
-    yield Figure("modes", "mode_mfu", 3 * work.flops / seconds / work.peak_flops, case)
+    ways[kernels, mode] = way = measured_way(setting, first, work, mode)
+    yield Figure("modes", "mode_tokens_per_s", work.tokens / way.seconds, case)
+    yield Figure("modes", "mode_mfu", 3 * work.flops / way.seconds / work.peak_flops, case)
     if setting.is_gpu:
         yield Figure("modes", "mode_peak_gib", way.peak_bytes / GIB, case)
     if kernels == KERNELS[1] and setting.is_gpu:
@@ -395,27 +377,24 @@ def named(mode: Checkpointing) -> str:
     return f"checkpointing {mode}" if isinstance(mode, str) else f"checkpointing of {mode} layers"
 
 
-def measured_way(setting: PartSetting, first: Decoder, work: PlannedUpdate, mode: Checkpointing, dtype: str) -> Way:
+def measured_way(setting: PartSetting, first: Decoder, work: PlannedUpdate, mode: Checkpointing) -> UpdateFigures:
     """A new trainer's update, of a copy of the model."""
     model = Decoder(first.hf_config, device=setting.device)
     model.load_weights(first.named_weights())
     model.checkpointing = mode
-    trainer = make_trainer(model, dtype, work.budget)
-    if not setting.is_gpu:
-        return Way(measured_update(trainer, work.batch), 0)
-    module = module_of(setting.device)
-    module.reset_peak_memory_stats()
-    return Way(measured_update(trainer, work.batch), module.max_memory_allocated())
+    return measured_update(make_trainer(model, setting.precision, work.budget), work.batch)
 
 
-def beside(way: Way, other: Way | None, names: tuple[str, str, str, str], case: str) -> Iterator[Figure]:
+def beside(
+    way: UpdateFigures, other: UpdateFigures | None, names: tuple[str, str, str, str], case: str
+) -> Iterator[Figure]:
     """Time, memory, logprobs and gradient against another way's, under these names of figures; none without another."""
     if other is None or way is other:
         return
     time_ratio, memory_ratio, logprob_difference, grad_difference = names
-    yield Figure("modes", time_ratio, way.figures.seconds / other.figures.seconds, case)
+    yield Figure("modes", time_ratio, way.seconds / other.seconds, case)
     if other.peak_bytes:
         yield Figure("modes", memory_ratio, way.peak_bytes / other.peak_bytes, case)
-    apart = float((way.figures.logprobs_T - other.figures.logprobs_T).abs().mean())
+    apart = float((way.logprobs_T - other.logprobs_T).abs().mean())
     yield Figure("modes", logprob_difference, apart, case)
-    yield Figure("modes", grad_difference, abs(way.figures.grad_norm / other.figures.grad_norm - 1), case)
+    yield Figure("modes", grad_difference, abs(way.grad_norm / other.grad_norm - 1), case)

@@ -14,9 +14,8 @@ from hone.cluster.ray import end_with_ray
 from hone.config.cluster import ClusterSection
 from hone.errors import ClusterError
 from hone.model.fingerprint import weights_fingerprint
-from hone.model.load import init_model
 from hone.rollout.local import LocalEngine
-from hone.tools.acceptance.setting import timed
+from hone.tools.acceptance.setting import random_model, timed
 from hone.weights.buckets import bucket_bytes
 from hone.weights.publish import Update, publish
 from hone.weights.routes import Routes
@@ -46,7 +45,7 @@ class WeightsSender:
 
     def __init__(self, shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         end_with_ray()
-        self._model = init_model(shape, vocab_size=None, seed=0, dtype=dtype, device=device)
+        self._model = random_model(shape, device, dtype=dtype)
         self._version = 0
 
     def send(self, name: TransportName, actor: Any) -> SentVersions:
@@ -85,5 +84,5 @@ class WeightsSender:
 
 async def waiting_engine(shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> LocalEngine:
     """Hone's engine with weights of its own."""
-    model = init_model(shape, vocab_size=None, seed=1, dtype=dtype, device=device)
+    model = random_model(shape, device, dtype=dtype, seed=1)
     return LocalEngine(model, decode=str, eos_ids=(), max_concurrent=1, timeout_s=TIMEOUT_S)
