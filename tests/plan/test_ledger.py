@@ -52,7 +52,7 @@ def test_saved_activations_of_qwen3_8b():
     own = Pass(eager.architecture, "hone", 2, 4096, 4096, 4096)
     assert saved_per_token(eager) == pytest.approx(215_304, abs=300)
     assert saved_per_token(own) == 137_640
-    assert saved_per_token(own, "full") == 8192
+    assert saved_per_token(replace(own, checkpointing="full")) == 8192
 
 
 def states(ledger, name):

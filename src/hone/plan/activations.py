@@ -102,11 +102,11 @@ class Pass:
         return self.response_tokens if self.loss == "naive" else min(self.chunk_tokens, self.response_tokens)
 
 
-def saved_per_token(work: Pass, checkpointing: Checkpointing | None = None) -> float:
+def saved_per_token(work: Pass) -> float:
     """Bytes per token and layer that the forward pass keeps for the backward pass, in the mean of all layers; of a
     layer that is recomputed, where some are."""
     kinds = work.architecture.kinds
-    each = {kind: _saved(work, kind, checkpointing or work.checkpointing) for kind in set(kinds)}
+    each = {kind: _saved(work, kind, work.checkpointing) for kind in set(kinds)}
     return sum(each[kind] for kind in kinds) / len(kinds)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from hone.plan.time import Efficiency
 from hone.runtime.files import state_folder, write_user_state
@@ -37,6 +37,12 @@ class MeasuredRates:
     training_flops: float
     forward_flops: float
 
+    @property
+    def is_plausible(self) -> bool:
+        low, high = PLAUSIBLE
+        rates = (self.training_flops, self.forward_flops)
+        return low < min(rates) and max(rates) <= high and min(self.parameters, self.tokens) > 0
+
     def distance(self, parameters: float, tokens: float) -> float:
         """0 for the same model and length; infinite where it says nothing of them."""
         ratios = (abs(math.log(self.parameters / parameters)), abs(math.log(self.tokens / tokens)))
@@ -59,6 +65,14 @@ class MeasuredDecoding:
     overhead_s: float
     """Of a step, besides what it reads."""
 
+    @property
+    def is_plausible(self) -> bool:
+        low, high = PLAUSIBLE
+        return low < self.bandwidth <= high and 0 <= self.overhead_s < 1 and self.parameters > 0
+
+
+EfficiencyEntry = TypeVar("EfficiencyEntry", MeasuredRates, MeasuredDecoding)
+
 
 def efficiency_path() -> Path:
     """Where the measurements are kept."""
@@ -67,28 +81,21 @@ def efficiency_path() -> Path:
 
 def known_rates() -> list[MeasuredRates]:
     """Every whole entry of passes."""
-    try:
-        found = [MeasuredRates(**entry) for entry in _known()["entries"]]
-        return [one for one in found if _is_plausible(one)]
-    except (KeyError, TypeError):
-        return []
+    return _known("entries", MeasuredRates)
 
 
 def known_decoding() -> list[MeasuredDecoding]:
     """Every whole entry of decoding steps."""
+    return _known("decoding", MeasuredDecoding)
+
+
+def _known(key: str, kind: Callable[..., EfficiencyEntry]) -> list[EfficiencyEntry]:
+    """The entries under a key of the file; none where it cannot be read."""
     try:
-        found = [MeasuredDecoding(**entry) for entry in _known()["decoding"]]
-        return [one for one in found if _is_plausible_decoding(one)]
-    except (KeyError, TypeError):
+        found = [kind(**entry) for entry in json.loads(efficiency_path().read_text("utf-8"))[key]]
+        return [one for one in found if one.is_plausible]
+    except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def _known() -> Any:
-    """What is in the file; empty where it cannot be read."""
-    try:
-        return json.loads(efficiency_path().read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 def remember_rates(new: Sequence[MeasuredRates] = (), decoding: Sequence[MeasuredDecoding] = ()) -> Path:
@@ -96,11 +103,11 @@ def remember_rates(new: Sequence[MeasuredRates] = (), decoding: Sequence[Measure
     steps, the new one stays. Returns the file."""
     kept = {
         (one.device, one.parameters, one.tokens, one.bytes_each): one
-        for one in [*known_rates(), *(one for one in new if _is_plausible(one))]
+        for one in [*known_rates(), *(one for one in new if one.is_plausible)]
     }
     steps = {
         (one.device, one.parameters, one.bytes_each, one.graphs): one
-        for one in [*known_decoding(), *(one for one in decoding if _is_plausible_decoding(one))]
+        for one in [*known_decoding(), *(one for one in decoding if one.is_plausible)]
     }
     found = {"entries": [asdict(one) for one in kept.values()], "decoding": [asdict(one) for one in steps.values()]}
     place = efficiency_path()
@@ -136,14 +143,3 @@ def with_measured_decoding(
     if found is None or distance > math.log(NEAR):
         return prior, None
     return replace(prior, decode_bandwidth=found.bandwidth, decode_overhead_s=found.overhead_s), found
-
-
-def _is_plausible_decoding(one: MeasuredDecoding) -> bool:
-    low, high = PLAUSIBLE
-    return low < one.bandwidth <= high and 0 <= one.overhead_s < 1 and one.parameters > 0
-
-
-def _is_plausible(one: MeasuredRates) -> bool:
-    low, high = PLAUSIBLE
-    rates = (one.training_flops, one.forward_flops)
-    return low < min(rates) and max(rates) <= high and min(one.parameters, one.tokens) > 0

@@ -8,7 +8,7 @@ counted them, so that a plan can be checked by hand.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hone.sizes import GIB
@@ -89,10 +89,7 @@ class Ledger:
                     "phase": moment.phase,
                     "moment": moment.name,
                     "bytes": moment.bytes,
-                    "terms": [
-                        {"name": term.name, "bytes": term.bytes, "formula": term.formula, "knob": term.knob}
-                        for term in moment.terms
-                    ],
+                    "terms": [asdict(term) for term in moment.terms],
                 }
                 for moment in self.moments
             ],

@@ -56,17 +56,15 @@ class ScoringModel:
 class LocalSettings:
     """What of the run file decides memory here, and nothing else."""
 
-    architecture: Architecture
     critic: Architecture | None
     reward_models: tuple[ScoringModel, ...]
     work: Pass
-    """The largest microbatch."""
+    """The largest microbatch of the model."""
     room: CacheRoom
     """Room of the engine's cache."""
     max_concurrent: int
     prefill_tokens: int
     is_gpu: bool
-    max_positions: int
     has_computed: bool
     """A stage came before in the same process."""
     graphs: bool = False
@@ -75,6 +73,10 @@ class LocalSettings:
     """Whether a vision tower is trained."""
     picture_pixels: int = 0
     """Pixels of the largest picture of a prompt; 0: prompts have none."""
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.work.architecture
 
 
 def local_moments(settings: LocalSettings, workload: Workload) -> tuple[list[Moment], list[Moment]]:
@@ -194,8 +196,8 @@ def _resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:
     yield from _tower_resident(settings, workload)
     if settings.work.implementation == "hone":
         copies = 1 + bool(workload.max_staleness) + (workload.has_reference and not workload.adapter_rank)
-        table = 4 * settings.max_positions * arch.head_dim * (copies + workload.has_critic)
-        yield term("rotary tables", table, f"4 B x {settings.max_positions:,} positions x {arch.head_dim}")
+        table = 4 * arch.max_positions * arch.head_dim * (copies + workload.has_critic)
+        yield term("rotary tables", table, f"4 B x {arch.max_positions:,} positions x {arch.head_dim}")
 
 
 def _tower_resident(settings: LocalSettings, workload: Workload) -> Iterator[Term]:

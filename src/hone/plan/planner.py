@@ -23,10 +23,10 @@ from hone.plan import cluster, local
 from hone.plan.cluster import PoolPlan
 from hone.plan.engine import EnginePlan
 from hone.plan.hardware import Hardware
-from hone.plan.inputs import Inputs, changed, has_graphs, implementation_of, microbatch, plain, resolve, room_of
+from hone.plan.inputs import Inputs, changed, implementation_of, plain, resolve
 from hone.plan.ledger import Ledger, Moment
 from hone.plan.local import routing_records
-from hone.plan.pools import pools_of
+from hone.plan.pools import local_settings, pools_of
 from hone.plan.schedule import measured_decoding, measured_rates, step_time
 from hone.plan.time import GPU, StepTime
 from hone.plan.verdict import Verdict, best_suggestion, judge
@@ -158,20 +158,11 @@ def plan_inputs(inputs: Inputs) -> Plan:
 def _local_ledgers(inputs: Inputs) -> tuple[list[Ledger], list[Moment]]:
     """The ledger of a run of one process, and moments of its host."""
     hardware, config = inputs.hardware, inputs.config
-    settings = local.LocalSettings(
-        architecture=inputs.architecture,
+    settings = replace(
+        local_settings(inputs),
         critic=inputs.critic,
         reward_models=inputs.reward_models,
-        work=microbatch(inputs),
-        room=room_of(inputs),
-        max_concurrent=config.rollout.max_concurrent_samples,
-        prefill_tokens=config.rollout.prefill_tokens,
-        is_gpu=hardware.kind == "gpu",
-        graphs=has_graphs(inputs),
-        max_positions=inputs.architecture.max_positions,
         has_computed=config.stages.index("rl") > 0,
-        tower_learns=inputs.tower_learns,
-        picture_pixels=inputs.picture_pixels,
     )
     device, host = local.local_moments(settings, inputs.workload)
     return [Ledger(hardware.name, 1, hardware.memory_bytes, tuple(device))], host

@@ -132,7 +132,7 @@ def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded | None:
     if args.kind.memory == "none":
         return None
     if args.kind.memory == "own":
-        return Embedded(_local_settings(inputs, devices), share_of(inputs.workload, devices))
+        return Embedded(local_settings(inputs, devices), share_of(inputs.workload, devices))
     settled = args.for_policy(
         longest=lengths.longest,
         max_concurrent=rollout.max_concurrent_samples,
@@ -177,9 +177,9 @@ def _vllm(settled: EngineSection, section: str, architecture: Architecture, auto
     )
 
 
-def _local_settings(inputs: Inputs, replicas: int = 1) -> LocalSettings:
+def local_settings(inputs: Inputs, replicas: int = 1) -> LocalSettings:
+    """Of Hone's own engine on one device, where `replicas` of it share what is sampled."""
     return LocalSettings(
-        architecture=inputs.architecture,
         critic=None,
         reward_models=(),
         work=microbatch(inputs),
@@ -188,7 +188,6 @@ def _local_settings(inputs: Inputs, replicas: int = 1) -> LocalSettings:
         prefill_tokens=inputs.config.rollout.prefill_tokens,
         is_gpu=inputs.hardware.kind == "gpu",
         graphs=has_graphs(inputs),
-        max_positions=inputs.architecture.max_positions,
         has_computed=True,
         tower_learns=inputs.tower_learns,
         picture_pixels=inputs.picture_pixels,
@@ -201,7 +200,8 @@ def _reader(inputs: Inputs) -> Reader | None:
     if not models:
         return None
     largest = max((one.architecture for one in models), key=lambda one: one.active_parameters)
-    return Reader(replace(_local_settings(inputs), architecture=largest), models)
+    settings = local_settings(inputs)
+    return Reader(replace(settings, work=replace(settings.work, architecture=largest)), models)
 
 
 def judge_requests(inputs: Inputs, service: str) -> list[JudgeRequests]:
@@ -247,8 +247,7 @@ def _embedded_judge(inputs: Inputs, service: str, lengths: tuple[int, int], vote
     code = automatic_implementation(architecture)
     work = replace(microbatch(inputs), architecture=architecture, implementation=code, bytes_each=each, prompt=prompt)
     settings = replace(
-        _local_settings(inputs),
-        architecture=architecture,
+        local_settings(inputs),
         work=work,
         room=CacheRoom(prompt, answer, rows, rows, most, shares_prompts=code == "hone"),
         max_concurrent=rows,

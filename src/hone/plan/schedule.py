@@ -224,16 +224,11 @@ def _microbatches(inputs: Inputs, devices: int) -> int:
 
 def _critic(inputs: Inputs, policy: LearnerTime, pools: Sequence[PoolPlan]) -> LearnerTime:
     assert inputs.critic is not None, "asked for only where there is one"
-    return LearnerTime(
+    return replace(
+        policy,
         architecture=inputs.critic,
         devices=next((pool.devices for pool in pools if pool.critic), 1),
-        microbatches=policy.microbatches,
-        tensor_parallel=policy.tensor_parallel,
-        checkpointing=policy.checkpointing,
-        bytes_each=policy.bytes_each,
         trained_parameters=inputs.critic.total_parameters,
-        offloaded=policy.offloaded,
-        visiting=policy.visiting,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -115,9 +115,7 @@ class Proposal:
         """For `--json`."""
         return {
             "preset": self.preset,
-            "changes": [
-                {"key": one.key, "before": one.before, "after": one.after, "why": one.why} for one in self.changes
-            ],
+            "changes": [asdict(one) for one in self.changes],
             "plan": self.plan.as_dict(),
         }
 

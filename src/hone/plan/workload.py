@@ -44,19 +44,19 @@ class Lengths:
     def mean(self) -> float:
         return self.mean_prompt + self.mean_response
 
-    def response_quantiles(self, count: int = QUANTILES) -> list[float]:
-        """`count` response lengths, ascending: an exponential distribution, cut at the limit, of this mean.
+    def response_quantiles(self) -> list[float]:
+        """`QUANTILES` response lengths, ascending: an exponential distribution, cut at the limit, of this mean.
 
         Chain-of-thought lengths have such a long tail; what ends at the limit was longer.
         """
         limit, mean = float(self.max_response), min(self.mean_response, self.max_response)
         if mean >= 0.98 * limit:
-            return [limit] * count
+            return [limit] * QUANTILES
         low, high = mean, 1e4 * limit  # of the scale s with s (1 - exp(-limit / s)) = mean
         for _ in range(100):
             middle = (low + high) / 2
             low, high = (middle, high) if middle * -math.expm1(-limit / middle) < mean else (low, middle)
-        return [min(limit, -low * math.log1p(-(i + 0.5) / count)) for i in range(count)]
+        return [min(limit, -low * math.log1p(-(i + 0.5) / QUANTILES)) for i in range(QUANTILES)]
 
 
 @dataclass(frozen=True, slots=True)
