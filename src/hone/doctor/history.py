@@ -12,7 +12,7 @@ import re
 import statistics
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -78,6 +78,12 @@ class History:
             if name in WITH_BEST and series.count >= WINDOW:
                 mean = series.mean(WINDOW)
                 series.best = mean if math.isnan(series.best) else max(series.best, mean)
+
+    def read(self, lines: Iterable[Mapping[str, Any]], names: Collection[str]) -> None:
+        """Values of these names from lines of metrics.jsonl, those of other stages left out."""
+        for line in lines:
+            if line["stage"] == self.stage:
+                self.add(line["step"], {name: line[name] for name in names if name in line})
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs to continue from here, as JSON values; the settings are left out."""

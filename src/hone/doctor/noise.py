@@ -51,9 +51,7 @@ def noise_advice(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]
         settings: the resolved run file, nested.
     """
     history = History("rl", settings)
-    for line in lines:
-        if line["stage"] == "rl":
-            history.add(line["step"], {name: line[name] for name in NOISE_METRICS if name in line})
+    history.read(lines, NOISE_METRICS)
     return advice_of(history)
 
 

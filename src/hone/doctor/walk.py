@@ -156,10 +156,8 @@ def walk(settings: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> tup
     Args:
         settings: the resolved run file, nested.
     """
-    read, history = {name for step in WALK for name in (step.metric, WRONG, *NOISE_METRICS)}, History("rl", settings)
-    for line in lines:
-        if line["stage"] == "rl":
-            history.add(line["step"], {name: line[name] for name in read if name in line})
+    history = History("rl", settings)
+    history.read(lines, {WRONG, *NOISE_METRICS, *(step.metric for step in WALK)})
     if not any(history.count(step.metric) for step in WALK):
         return ()
     answers: list[WalkAnswer] = []

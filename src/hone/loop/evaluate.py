@@ -15,6 +15,7 @@ import numpy as np
 
 from hone.config.rules.data import flat
 from hone.config.run import EvalSection
+from hone.loop.summaries import pass_rate
 from hone.observe.metrics import error_name
 from hone.reward.rewards import Rewards
 from hone.rollout.engine import Engine, Request, Sampling
@@ -50,7 +51,7 @@ def metrics_of(groups: Sequence[Group], settings: EvalSection) -> dict[str, floa
     """`eval/*` metrics; unscored samples count as neither right nor wrong, and `eval/unscored_frac` says how many."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.rewards]
-    right = partial(accuracy, threshold=settings.threshold)
+    right = partial(pass_rate, threshold=settings.threshold)
     metrics = {
         **with_error("eval/reward_mean", groups, reward_mean),
         **with_error("eval/accuracy", groups, right),
@@ -73,7 +74,7 @@ def accuracy_by(name: str, values: Sequence[str], groups: Sequence[Group], thres
     found: dict[str, float] = {}
     for value in sorted(set(values) - {""} if name == "source" else set(values)):
         part = [group for group, own in zip(groups, values, strict=True) if own == value]
-        found |= with_error(f"eval/accuracy[{name}={value}]", part, partial(accuracy, threshold=threshold))
+        found |= with_error(f"eval/accuracy[{name}={value}]", part, partial(pass_rate, threshold=threshold))
     return found
 
 
@@ -87,12 +88,6 @@ def with_error(name: str, groups: Sequence[Group], measure: Callable[[Sequence[G
 def reward_mean(groups: Sequence[Group]) -> float:
     """Over scored samples."""
     scored = [reward for group in groups for reward in group.rewards if reward is not None]
-    return float(np.mean(scored)) if scored else float("nan")
-
-
-def accuracy(groups: Sequence[Group], threshold: float) -> float:
-    """Mean over scored samples of reward >= threshold."""
-    scored = [reward >= threshold for group in groups for reward in group.rewards if reward is not None]
     return float(np.mean(scored)) if scored else float("nan")
 
 

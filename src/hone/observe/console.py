@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 from rich.console import Console as RichConsole
 from rich.live import Live
@@ -34,15 +34,26 @@ REFRESHES_PER_S = 2
 PLAIN_INTERVAL_S = 2.0
 
 
-class View(Protocol):
-    """A view of a run."""
+class View:
+    """A view of a run, empty: others show some of it."""
 
-    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None: ...
-    def begin(self, stage: str, total_steps: int) -> None: ...
-    def show(self, groups: Sequence[Group]) -> None: ...
-    def say(self, message: str) -> None: ...
-    def warn(self, message: str) -> None: ...
-    def close(self, message: str) -> None: ...
+    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def begin(self, stage: str, total_steps: int) -> None:
+        pass
+
+    def show(self, groups: Sequence[Group]) -> None:
+        pass
+
+    def say(self, message: str) -> None:
+        pass
+
+    def warn(self, message: str) -> None:
+        pass
+
+    def close(self, message: str) -> None:
+        pass
 
 
 class Lasting:
@@ -71,29 +82,14 @@ class Lasting:
             return work()
 
 
-class QuietView:
+class QuietView(View):
     """Only warnings, on stderr."""
-
-    def update(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-    def begin(self, stage: str, total_steps: int) -> None:
-        pass
-
-    def show(self, groups: Sequence[Group]) -> None:
-        pass
-
-    def say(self, message: str) -> None:
-        pass
 
     def warn(self, message: str) -> None:
         print(f"warning: {message}", file=Lasting(sys.stderr), flush=True)
 
-    def close(self, message: str) -> None:
-        pass
 
-
-class PlainView:
+class PlainView(View):
     """One line of text at most every `PLAIN_INTERVAL_S`; the first and the last figures always show."""
 
     def __init__(self, title: str, total_steps: int, stream: TextIO) -> None:
@@ -114,9 +110,6 @@ class PlainView:
             self._pending = True
             if time.perf_counter() - self._shown_at >= PLAIN_INTERVAL_S:
                 self._flush()
-
-    def show(self, groups: Sequence[Group]) -> None:
-        pass
 
     def say(self, message: str) -> None:
         with self._lock:
@@ -158,7 +151,7 @@ class LogView(PlainView):
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
-class LiveView:
+class LiveView(View):
     """The full view, redrawn at most `REFRESHES_PER_S` times a second by rich's own thread."""
 
     def __init__(self, title: str, total_steps: int, console: RichConsole) -> None:

@@ -136,9 +136,6 @@ class Rewards:
         self._bound = UnscoredBound(settings.max_unscored_frac, window_samples)
         self._samples = self._unscored = 0
         self._pool = pool
-        self._pool_keys = [
-            f"reward.components[{i}].use" for i, c in enumerate(components) if isinstance(c.scorer, UserFunctionScorer)
-        ]
 
     @classmethod
     def from_config(

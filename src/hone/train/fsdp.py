@@ -43,7 +43,7 @@ from hone.sizes import divided_dimension
 from hone.train.agreement import REPLICAS, CountedComm
 from hone.train.mesh import SHARD, Mesh
 from hone.train.optim import FRESH, MASTER, MOMENTS, AdamW, refuse_other_weights, trained_weights
-from hone.train.tensor_files import Share, box_of
+from hone.train.tensor_files import Share
 from hone.train.weight_map import WeightMap, WeightPart, fill, sharded_parameters, share_of
 
 T = TypeVar("T")
@@ -303,7 +303,7 @@ class ShardedAdamW(AdamW):
         refuse_other_weights(self.state()[1]["weights"], rest["weights"])
         for name, share in self._shares():
             if name.startswith(f"{MASTER}/") or FRESH not in rest:
-                share.tensor.copy_(box_of(tensors, name, share.offset, share.tensor.shape))
+                share.take(tensors, name)
             else:
                 share.tensor.zero_()
         self._restore_counts(rest)

@@ -25,7 +25,7 @@ from hone.ragged import Ints
 from hone.train.fsdp import ShardedAdamW, ShardedWeights, divide, layers_of, shard, vision_of
 from hone.train.mesh import DATA, Mesh
 from hone.train.ranks import Ranks
-from hone.train.tensor_files import Share, box_of
+from hone.train.tensor_files import Share
 from hone.train.weight_map import WeightMap, WeightPart, fill, shares_of
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class FsdpRanks(Ranks):
 
     def load(self, model: CausalModel, tensors: Mapping[str, Tensor | Share]) -> None:
         for name, share in shares_of(model, self._places[model], self.mesh):
-            share.tensor.copy_(box_of(tensors, name, share.offset, share.tensor.shape))
+            share.take(tensors, name)
         _forget_pictures(model)
 
     @torch.no_grad()
@@ -114,8 +114,7 @@ class FsdpRanks(Ranks):
         shares = dict(shares_of(model, self._places[model], self.mesh))
         for name, whole in weights:
             if name in shares:  # not a buffer, which no rank divides and no training changes
-                share = shares[name]
-                share.tensor.copy_(box_of({name: whole}, name, share.offset, share.tensor.shape))
+                shares[name].take({name: whole}, name)
         _forget_pictures(model)
 
     def device(self, model: CausalModel) -> torch.device:

@@ -47,6 +47,10 @@ class Share:
         """A whole tensor is a share too."""
         return tensor if isinstance(tensor, Share) else cls(tensor, (0,) * tensor.dim())
 
+    def take(self, tensors: Mapping[str, Tensor | Share], name: str) -> None:
+        """Copy this box of a tensor into it; see `box_of`."""
+        self.tensor.copy_(box_of(tensors, name, self.offset, self.tensor.shape))
+
 
 @dataclass(frozen=True)
 class FileFacts:

@@ -28,7 +28,7 @@ from hone.model.hf import TransformersModel
 from hone.model.low_rank import local_part
 from hone.model.weights import Contents, checked
 from hone.train.mesh import TENSOR, Mesh
-from hone.train.tensor_files import Share, box_of
+from hone.train.tensor_files import Share
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,7 @@ def fill(model: CausalModel | ScalarModel, places: Mapping[str, WeightPart], mes
         if name in buffers:
             buffers[name].copy_(weight)
         else:
-            share = shares[name]
-            share.tensor.copy_(box_of({name: weight}, name, share.offset, share.tensor.shape))
+            shares[name].take({name: weight}, name)
         base.see(name, weight)
     base.finish()
     model.contents = body.contents = None

@@ -43,6 +43,7 @@ from hone.run.status import described, read_status
 from hone.runtime.scratch import Scratch
 from hone.serve.http import BearerTokens, HttpSettings, Lifecycle, guarded_app
 from hone.serve.running import serve
+from hone.services.log import last_lines
 from hone.services.state import FILE as SERVICES_FILE
 from hone.services.state import TOKEN_FILE, read_state, write_token
 
@@ -51,7 +52,7 @@ POLL_S = 1.0
 DRAIN_S = 3.0
 MAX_DEPTH = 3
 """Of run folders below the folder that is shown."""
-LOG_BYTES, LOG_LINES = 64 << 10, 100
+LOG_LINES = 100
 """Of the end of each log."""
 MAX_LOGS = 12
 """training.log, and those of engines and services that changed last."""
@@ -381,13 +382,4 @@ def _logs(folder: Path) -> dict[str, str]:
     except OSError:  # one went meanwhile
         found = []
     found.sort(key=lambda log: log.name != "training.log")
-    return {log.name: _end_of(log) for log in found[:MAX_LOGS]}
-
-
-def _end_of(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, _size(log) - LOG_BYTES))
-            return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-LOG_LINES:])
-    except OSError:
-        return ""
+    return {log.name: "\n".join(last_lines(log, count=LOG_LINES)) for log in found[:MAX_LOGS]}
