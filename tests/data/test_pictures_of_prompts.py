@@ -144,7 +144,7 @@ def test_a_picture_is_decoded_once(tmp_path, monkeypatch):
     assert len(decodings) == 2
     before = first.pictures[0].read()
     assert (second.pictures[0].read() != before).any() and len(decodings) == 3  # there is room for one of them
-    assert (first.pictures[0].read() == before).all() and len(decodings) == 4 and kept.num_bytes == before.nbytes
+    assert (first.pictures[0].read() == before).all() and len(decodings) == 4 and kept.size == before.nbytes
     assert not before.flags.writeable
     other = first.pictures[0].read(resample="nearest")
     assert other.shape == before.shape and (other != before).any()

@@ -93,7 +93,7 @@ def opened(content: bytes, content_hash: bytes) -> tuple[tuple[int, int], Any]:
 
 def keep_pixels(image: Any, arrange: Arrangement, content_hash: bytes, *, resample: str, num_bytes: int) -> None:
     """Keep a picture that is decoded before it is used, while there is room for `num_bytes` of pixels more."""
-    if _pixels.num_bytes + num_bytes <= _pixels.most_bytes:
+    if _pixels.size + num_bytes <= _pixels.most:
         _pixels.put(_key(arrange, content_hash, resample), _arranged(image, arrange, resample))
 
 

@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 5.0
+"""Timeout of a readiness check of an endpoint."""
 SERVER_SHARE = 0.9
 """Of the time of one try: what a service has not scored by then comes back as such, while the caller still waits."""
-"""Timeout of a readiness check of an endpoint."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Bounds of the random wait before another try, and of the rest of an endpoint that failed; they double each time."""
 EJECT_AFTER = 3

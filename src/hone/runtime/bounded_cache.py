@@ -1,4 +1,4 @@
-"""Bounded cache of large values: the ones used last, up to a number of bytes."""
+"""Bounded cache: the values used last, up to a size such as a number of bytes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class BoundedCache(Generic[ValueT]):
     """Values by key, the ones used last. Safe to use from several threads.
 
     Args:
-        most_bytes: of all values together.
-        size_of: bytes of a value.
+        most: size of all values together.
+        size_of: size of a value, such as its bytes.
     """
 
-    def __init__(self, most_bytes: int, size_of: Callable[[ValueT], int]) -> None:
-        self.most_bytes, self.num_bytes = most_bytes, 0
+    def __init__(self, most: int, size_of: Callable[[ValueT], int]) -> None:
+        self.most, self.size = most, 0
         self._size_of, self._lock = size_of, Lock()
         self._values: OrderedDict[Hashable, ValueT] = OrderedDict()
 
     def __deepcopy__(self, memo: object) -> BoundedCache[ValueT]:
         """A copy of what has a cache begins with an empty one."""
-        return BoundedCache(self.most_bytes, self._size_of)
+        return BoundedCache(self.most, self._size_of)
 
     def get(self, key: Hashable) -> ValueT | None:
         with self._lock:
@@ -37,13 +37,13 @@ class BoundedCache(Generic[ValueT]):
         """Keep a value, instead of those used longest ago; one larger than the bound is not kept."""
         with self._lock:
             if (old := self._values.pop(key, None)) is not None:
-                self.num_bytes -= self._size_of(old)
+                self.size -= self._size_of(old)
             self._values[key] = value
-            self.num_bytes += self._size_of(value)
-            while self.num_bytes > self.most_bytes:
-                self.num_bytes -= self._size_of(self._values.popitem(last=False)[1])
+            self.size += self._size_of(value)
+            while self.size > self.most:
+                self.size -= self._size_of(self._values.popitem(last=False)[1])
 
     def clear(self) -> None:
         with self._lock:
             self._values.clear()
-            self.num_bytes = 0
+            self.size = 0

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Protocol, runtime_checkable
 
 from hone.reward.rewards import Component, Scorer
 from hone.reward.signature import all_faulty
+from hone.runtime.bounded_cache import BoundedCache
 from hone.runtime.user_code import describe
 from hone.types import Fault, Group, Score
 
@@ -81,34 +82,18 @@ class ScoreCache:
     """Scores by key: the most recent, for a limited time."""
 
     def __init__(self, max_items: int, ttl_s: float) -> None:
-        self._max_items, self._ttl_s = max_items, ttl_s
-        self._done: OrderedDict[bytes, tuple[float, ScoredGroup]] = OrderedDict()
-        self._num_items = 0
+        self._ttl_s = ttl_s
+        self._kept = BoundedCache[tuple[float, ScoredGroup]](max_items, lambda kept: len(kept[1].scores))
+        """Each with the time until which it holds."""
 
     def get(self, key: bytes) -> ScoredGroup | None:
-        found = self._done.get(key)
-        if found is None:
-            return None
-        if time.monotonic() > found[0]:
-            self._remove(key)
-            return None
-        self._done.move_to_end(key)
-        return found[1]
+        kept = self._kept.get(key)
+        return kept[1] if kept is not None and time.monotonic() <= kept[0] else None
 
     def put(self, key: bytes, done: ScoredGroup) -> None:
         """Keep them, unless an infrastructure fault is among them: that must not be repeated."""
-        if any(score.fault is Fault.INFRA for score in done.scores):
-            return
-        if key in self._done:
-            self._remove(key)
-        self._done[key] = (time.monotonic() + self._ttl_s, done)
-        self._num_items += len(done.scores)
-        while self._num_items > self._max_items:
-            self._remove(next(iter(self._done)))
-
-    def _remove(self, key: bytes) -> None:
-        _, done = self._done.pop(key)
-        self._num_items -= len(done.scores)
+        if not any(score.fault is Fault.INFRA for score in done.scores):
+            self._kept.put(key, (time.monotonic() + self._ttl_s, done))
 
 
 @dataclass
