@@ -294,6 +294,11 @@ class Group:
     greedy: Group | None = None
     """The prompt's greedy sample as a scored group of one, where the algorithm compares with it."""
 
+    @property
+    def known_rewards(self) -> list[float]:
+        """Those of the samples that could be scored."""
+        return [reward for reward in self.rewards if reward is not None]
+
     def scored(self, scores: Mapping[str, tuple[Score, ...]], rewards: tuple[float | None, ...]) -> Group:
         if len(rewards) != len(self.samples):
             raise ValueError(f"{len(rewards)} rewards for {len(self.samples)} samples of prompt {self.prompt.id}")

@@ -45,13 +45,13 @@ def test_it_starts_a_run_on_the_cluster_s_gpus(monkeypatch, loaded):
         placed.append(found)
         return real_place(config, found)
 
-    def load_tokenizer(*_):
+    def tokenizer_of(_):
         raise Reached
 
     real_place = stages.topology_on
     monkeypatch.setattr(services, "machines_of", lambda cluster: MACHINES)
     monkeypatch.setattr(stages, "topology_on", place)
-    monkeypatch.setattr(stages, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(stages, "tokenizer_of", tokenizer_of)
     with pytest.raises(Reached):
         stages.train(loaded)
     assert [(found.device_type, found.per_node) for found in placed] == [("cuda", 8)]

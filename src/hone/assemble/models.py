@@ -20,7 +20,7 @@ from hone.config.derived import (
 )
 from hone.config.load import Loaded
 from hone.config.run import OptimizerSection, RunConfig
-from hone.data.chat import Tokenizer, resolve_model
+from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
 from hone.errors import DataError
 from hone.memory.guard import Guard
 from hone.model.base import CausalModel
@@ -52,6 +52,12 @@ class Source(Protocol):
     def guard(self) -> Guard:
         """The memory guard."""
         ...
+
+
+def tokenizer_of(loaded: Loaded) -> Tokenizer:
+    """The run file's."""
+    config = loaded.config
+    return load_tokenizer(config.model, loaded.run_file.parent, config.data.template_args)
 
 
 def starting_model(source: Source, stage: str) -> CausalModel:

@@ -17,12 +17,12 @@ import torch
 
 from hone.assemble.job import set_up_arithmetic
 from hone.assemble.memory import pair_knobs, rank_ladder, rank_predictor, trainer_knobs
-from hone.assemble.models import starting_model
+from hone.assemble.models import starting_model, tokenizer_of
 from hone.assemble.sampling import embedded_engine
 from hone.cluster.actors import Seat
 from hone.config.load import Loaded
 from hone.config.topology import is_sharded
-from hone.data.chat import Tokenizer, load_tokenizer
+from hone.data.chat import Tokenizer
 from hone.devices import is_accelerator
 from hone.memory.guard import UNGUARDED, Guard
 from hone.model.base import CausalModel
@@ -71,8 +71,7 @@ class ActorContext:
         device = set_up_arithmetic(loaded.config.run.model_copy(update={"device": spec.device_type}), processes)
         if is_accelerator(device):
             device = torch.device(device.type, 0)  # Ray shows each process its own alone
-        tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent, loaded.config.data.template_args)
-        return cls(loaded, RunFolder(spec.run_dir), tokenizer, device)
+        return cls(loaded, RunFolder(spec.run_dir), tokenizer_of(loaded), device)
 
 
 MakeHeld = Callable[[ActorContext, Ranks], Roles | PairTrainer]

@@ -34,6 +34,7 @@ from hone.assemble.job import (
     set_up_arithmetic,
 )
 from hone.assemble.memory import RunMemory, exhausted
+from hone.assemble.models import tokenizer_of
 from hone.assemble.services import claim_devices, devices_found, unseen_notes
 from hone.assemble.stage_runs import learn_preferences_once, optimise_once, sft_once
 from hone.assemble.workers import Backend, LocalBackend
@@ -42,7 +43,7 @@ from hone.config.derived import unused_services
 from hone.config.load import Loaded
 from hone.config.run import StageName
 from hone.config.topology import judge_services, topology_lines
-from hone.data.chat import Tokenizer, load_tokenizer
+from hone.data.chat import Tokenizer
 from hone.data.prompts import load_prompts
 from hone.errors import ClusterError, DataError, PlacementError, RunFolderError, Stopped, StoppedByAlarm
 from hone.memory.rungs import Change, RestartWithLess
@@ -96,7 +97,7 @@ def train(
         config.run if is_local else config.run.model_copy(update={"device": "cpu", "fused_kernels": False})
     )
     device = own if is_local else torch.device(found.device_type)
-    tokenizer = load_tokenizer(config.model, loaded.run_file.parent, config.data.template_args)
+    tokenizer = tokenizer_of(loaded)
     refuse_untrainable(loaded, tokenizer)
     loaded = with_length(loaded, tokenizer)
     config = loaded.config

@@ -13,13 +13,13 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from hone.assemble.job import first_cause, in_new_loop, located, set_up_arithmetic
-from hone.assemble.models import model_before, named_model, scalar_model, weights_before, with_adapter
+from hone.assemble.models import model_before, named_model, scalar_model, tokenizer_of, weights_before, with_adapter
 from hone.assemble.sampling import evaluation_sampling, make_engine, make_rewards
 from hone.assemble.services import claim_devices, services_for_verb
 from hone.config.derived import component_name, trains_adapter
 from hone.config.load import Loaded
 from hone.config.run import RunConfig
-from hone.data.chat import Tokenizer, load_tokenizer, resolve_model
+from hone.data.chat import Tokenizer, resolve_model
 from hone.data.prompts import load_prompts
 from hone.devices import devices_here
 from hone.errors import ConfigError, DataError
@@ -78,7 +78,7 @@ def evaluate_run(loaded: Loaded, *, model: Path | None = None) -> Evaluation:
             f"{weights}: no weights to evaluate. Train first, export a checkpoint there with `hone export`, "
             "or name a model directory with --model."
         )
-    tokenizer = load_tokenizer(config.model, base_dir, config.data.template_args)
+    tokenizer = tokenizer_of(loaded)
     prompts = load_prompts(config.data, tokenizer, base_dir, seed=config.seed, part="eval")
     dtype = getattr(torch, config.run.compute_dtype)
     policy = load_model(weights, dtype=dtype, device=device, implementation=config.model.implementation)
@@ -129,7 +129,7 @@ def export_run(
     saved = wanted_checkpoint(loaded.config, folder, step, best=best)
     # Before the weights are read: a token that is missing is known at once.
     repository = None if push_to_hub is None else HubRepository(push_to_hub, is_private=not public)
-    tokenizer = load_tokenizer(loaded.config.model, loaded.run_file.parent, loaded.config.data.template_args)
+    tokenizer = tokenizer_of(loaded)
     model = model_of(saved, loaded, folder, tokenizer)
     if adapter:
         if not isinstance(model, CausalModel) or model.adapter is None:

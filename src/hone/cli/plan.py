@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,17 +48,6 @@ EXAMPLES = examples(
 )
 
 
-class PresetName(StrEnum):
-    """What `--preset` takes."""
-
-    SAFE = "safe"
-    RECOMMENDED = "recommended"
-    AGGRESSIVE = "aggressive"
-    THROUGHPUT = "throughput"
-    LATENCY = "latency"
-    MEMORY = "memory"
-
-
 def plan_command(
     run_file: Annotated[
         Path | None, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)
@@ -88,7 +76,7 @@ def plan_command(
     ] = None,
     price: Annotated[float | None, typer.Option(help="Per device and hour: says what 1,000 steps cost.", min=0)] = None,
     preset: Annotated[
-        PresetName | None,
+        Preset | None,
         typer.Option(
             help="Search for better settings of the same algorithm: short steps, with 10, 6 or 3 % of memory free; or "
             "throughput, latency or memory of judges and reward models.",
@@ -135,7 +123,7 @@ def plan_command(
     today = replace(today, notes=(*map(str, choices), *today.notes))
     if hardware == THIS:
         today = with_experience(today)
-    wanted: Preset | None = preset.value if preset else "recommended" if write else None
+    wanted: Preset | None = preset or ("recommended" if write else None)
     proposals: list[Proposal] = []
     if wanted:  # for the whole run also the two that practice asks to see beside today's settings
         shown = {wanted, "recommended", "aggressive"} if GOALS[wanted].blocks is whole_run else {wanted}

@@ -50,7 +50,7 @@ def up(
         return
     arguments = [str(run_file), *(overrides or ()), "--name", folder.name]
     started = supervisor.start_supervisor(loaded, folder, arguments, lambda line: typer.echo(line, err=True))
-    show(started.as_dict() | {"name": folder.name, "running": True}, as_json)
+    show(asdict(started) | {"name": folder.name, "running": True}, as_json)
 
 
 def status(
@@ -69,7 +69,7 @@ def status(
     if what is None:
         if audit:
             raise typer.BadParameter("--audit needs a run's folder")
-        found = {name: state.as_dict() | {"running": True} for name, state in kept_up(runtime_folder()).items()}
+        found = {name: asdict(state) | {"running": True} for name, state in kept_up(runtime_folder()).items()}
         if as_json:
             typer.echo(json.dumps(found, indent=2))
         for name, state in found.items() if not as_json else ():
@@ -80,7 +80,7 @@ def status(
     folder = runtime_folder() / what if _NAME.fullmatch(what) else None
     state = read_state(folder) if folder is not None else None
     if state is not None and not audit:
-        show(state.as_dict() | {"name": what, "running": state.process() is not None}, as_json)
+        show(asdict(state) | {"name": what, "running": state.process() is not None}, as_json)
         return 0
     if not Path(what).is_dir():
         raise DataError(f"{what}: nothing of that name is up, and no run's folder is there.")
@@ -139,8 +139,8 @@ def show_run(path: Path, name: str, *, with_audit: bool, as_json: bool) -> int:
     services = read_state(folder.path)
     found = audit_file(folder.events) if with_audit else None
     if as_json:
-        shown: dict[str, Any] = {"name": name, **status.as_dict()}
-        shown["services"] = services.as_dict()["services"] if services else []
+        shown: dict[str, Any] = {"name": name, **asdict(status)}
+        shown["services"] = [asdict(one) for one in services.services] if services else []
         if found is not None:
             shown["audit"] = asdict(found)
         typer.echo(json.dumps(shown, indent=2))

@@ -87,7 +87,7 @@ def with_error(name: str, groups: Sequence[Group], measure: Callable[[Sequence[G
 
 def reward_mean(groups: Sequence[Group]) -> float:
     """Over scored samples."""
-    scored = [reward for group in groups for reward in group.rewards if reward is not None]
+    scored = [reward for group in groups for reward in group.known_rewards]
     return float(np.mean(scored)) if scored else float("nan")
 
 
@@ -99,7 +99,7 @@ def pass_at_k(groups: Sequence[Group], k: int, threshold: float) -> float:
     """
     estimates = []
     for group in groups:
-        scored = [reward >= threshold for reward in group.rewards if reward is not None]
+        scored = [reward >= threshold for reward in group.known_rewards]
         n, c = len(scored), sum(scored)
         if n >= k:
             estimates.append(1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))))

@@ -23,10 +23,8 @@ def summarize(groups: Sequence[Group], dropped: Sequence[Group], *, version: int
     scored = rewards[~np.isnan(rewards)]
     lengths = np.array([len(sample.token_ids) for sample in samples])
     staleness = np.array([version - sample.versions[0].version for sample in samples if sample.versions] or [0])
-    spreads = [max(r) - min(r) for group in groups if (r := [x for x in group.rewards if x is not None])]
-    equal = [
-        r[0] for group in (*groups, *dropped) if (r := [x for x in group.rewards if x is not None]) and max(r) == min(r)
-    ]
+    spreads = [max(r) - min(r) for group in groups if (r := group.known_rewards)]
+    equal = [r[0] for group in (*groups, *dropped) if (r := group.known_rewards) and max(r) == min(r)]
     num_groups = len(groups) + len(dropped)
     is_cut = np.array([sample.finish_reason == "length" for sample in samples])
     distinct = set(map(_prompt_key, groups))
@@ -78,7 +76,7 @@ def _shared_response(groups: Sequence[Group]) -> dict[str, float]:
 
 def pass_rate(groups: Sequence[Group], threshold: float) -> float:
     """Share of the scored samples that are right; NaN without any."""
-    passed = [reward >= threshold for group in groups for reward in group.rewards if reward is not None]
+    passed = [reward >= threshold for group in groups for reward in group.known_rewards]
     return sum(passed) / len(passed) if passed else math.nan
 
 
@@ -97,7 +95,7 @@ def _prompt_share(groups: Sequence[Group]) -> dict[str, float]:
     The intraclass correlation of a one-way analysis of variance, ICC(1,1) of Shrout and Fleiss 1979. Its expectation is
     0 for a reward that is as likely high for one prompt as for another, so it may be negative by chance.
     """
-    scored = [np.array(found) for group in groups if len(found := [r for r in group.rewards if r is not None]) > 1]
+    scored = [np.array(found) for group in groups if len(found := group.known_rewards) > 1]
     count = sum(map(len, scored))
     if len(scored) < 2:
         return {}

@@ -237,7 +237,7 @@ def _reward(group: Group, index: int) -> float:
 
 def spread(group: Group) -> float:
     """How far apart the rewards of a group lie."""
-    rewards = [reward for reward in group.rewards if reward is not None]
+    rewards = group.known_rewards
     return max(rewards) - min(rewards) if rewards else -1.0
 
 

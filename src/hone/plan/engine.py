@@ -39,9 +39,9 @@ class EngineSettings:
     section: str
     """Of the file that its settings are in."""
     lengths: tuple[int, int] = (0, 0)
-    """Tokens of the longest prompt and the longest response, for times."""
+    """Of a judge: tokens of the longest prompt and the longest response, for times."""
     answers: int = 1
-    """Responses to one prompt."""
+    """Of a judge: responses to one prompt."""
     picture_pixels: int = 0
     """Of the largest picture of a prompt, for a model with a vision tower; 0: unknown, or none."""
     graphs: bool = True

@@ -142,7 +142,6 @@ def _engine(inputs: Inputs, devices: int) -> EnginePlan | Embedded | None:
     return EnginePlan(
         replace(
             _vllm(settled, "cluster.engines", inputs.architecture, bytes_each(inputs)),
-            lengths=(lengths.max_prompt, lengths.max_response),
             picture_pixels=inputs.picture_pixels,
             adapter_rank=vllm_rank(inputs.config.lora.rank) if inputs.config.lora.publish == "adapter" else 0,
             prefix="engine: ",

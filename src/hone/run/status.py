@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -96,9 +96,6 @@ class RunStatus:
     """The last value of each metric of the stage."""
     recent: list[dict[str, Any]] = field(default_factory=list)
     """The last notable events."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def state(self) -> str:

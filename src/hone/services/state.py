@@ -13,7 +13,6 @@ import stat
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -60,9 +59,6 @@ class Supervision:
         except psutil.Error:
             return None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def own_supervision(run_file: Path, services: tuple[ServiceState, ...], stop_timeout_s: float) -> Supervision:
     """The state that this process writes."""
@@ -72,7 +68,7 @@ def own_supervision(run_file: Path, services: tuple[ServiceState, ...], stop_tim
 
 def write_state(folder: Path, supervision: Supervision) -> None:
     """Replace the folder's services.json in one step."""
-    write_whole(folder / FILE, json.dumps(supervision.as_dict(), indent=1))
+    write_whole(folder / FILE, json.dumps(asdict(supervision), indent=1))
 
 
 def read_state(folder: Path) -> Supervision | None:

@@ -15,6 +15,7 @@ import hmac
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Annotated, Any
@@ -266,8 +267,7 @@ class Runs:
         path = self.path(name)
         folder = RunFolder.read(path)
         status = read_status(folder)
-        now = status.as_dict()
-        now["recent"] = [described(event) for event in status.recent]
+        now = asdict(status) | {"recent": [described(event) for event in status.recent]}
         data = report_data(path, running=status.running)
         if status.running:
             data["summary"] |= {"outcome": "running", "ended_unix_s": None}

@@ -60,7 +60,7 @@ def gsm8k(setting: PartSetting) -> Iterator[Figure]:
         if code:
             return
         samples = example["train"]["prompts_per_step"] * example["rollout"]["group_size"]
-        yield from figures_of_steps("gsm8k", "", lines, samples)
+        yield from figures_of_steps("gsm8k", lines, samples)
         if not has_data_sheet(setting.device):
             yield Figure("gsm8k", "left_out", 1.0, "step_over_plan", "hone plan does not know the device")
             return

@@ -79,26 +79,26 @@ def whole_run(part: str, setting: PartSetting, section: Mapping[str, Any]) -> It
         else:
             yield Figure(part, "engines_first", float(is_in_order(folder / "out" / "events.jsonl")))
         yield Figure(part, "exported", float((folder / "out/hf/config.json").is_file()))
-        yield from figures_of_steps(part, "", lines, 8 * (4 if setting.tiny else 32))
+        yield from figures_of_steps(part, lines, 8 * (4 if setting.tiny else 32))
         if setting.is_gpu and section["backend"] == "local":
             yield from memory_over_plan(part, folder, "")
 
 
-def figures_of_steps(part: str, case: str, lines: Sequence[Mapping[str, Any]], samples: int) -> Iterator[Figure]:
+def figures_of_steps(part: str, lines: Sequence[Mapping[str, Any]], samples: int) -> Iterator[Figure]:
     """Of a run's metrics: the gate, whether there was something to learn, and the time of its steps."""
 
     def all_of(name: str) -> list[float]:
         return [line[name] for line in lines if name in line]
 
     gaps, steps, publish = map(all_of, ("gate/logprob_gap", "time/step_s", "time/publish_s"))
-    yield Figure(part, "gate_gap", gaps[0] if gaps else float("inf"), case)
-    yield Figure(part, "trained_frac", min(all_of("train/samples_trained_frac"), default=0.0), case)
+    yield Figure(part, "gate_gap", gaps[0] if gaps else float("inf"))
+    yield Figure(part, "trained_frac", min(all_of("train/samples_trained_frac"), default=0.0))
     if publish:
-        yield Figure(part, "publish_s", sorted(publish)[len(publish) // 2], case)
+        yield Figure(part, "publish_s", sorted(publish)[len(publish) // 2])
     if steps and (means := all_of("rollout/response_tokens_mean")):
         median_s = sorted(steps)[len(steps) // 2]
-        yield Figure(part, "step_s", median_s, case)
-        yield Figure(part, "step_tokens_per_s", samples * sum(means) / len(means) / median_s, case)
+        yield Figure(part, "step_s", median_s)
+        yield Figure(part, "step_tokens_per_s", samples * sum(means) / len(means) / median_s)
 
 
 def memory_over_plan(part: str, folder: Path, case: str) -> Iterator[Figure]:
