@@ -158,7 +158,7 @@ def test_publishing_and_training_leave_weights_where_they_are():
     with torch.no_grad():
         model.load_weights([(name, weight.clone() + 1) for name, weight in model.named_weights()])
         flat.master += 1
-        flat.refresh_compute()
+        flat.refresh()
         with flat._showing_master():
             pass
     assert [weight.data_ptr() for weight in (*model.parameters(), *model.buffers())] == where

@@ -37,7 +37,7 @@ from hone.run.report import CheckReport
 from hone.services.gpus import settled_on
 from hone.services.supervisor import Services
 from hone.train.checkpoint import Checkpoints, SavedCheckpoint
-from hone.train.optim import MASTER, FlatWeights
+from hone.train.optim import FlatWeights
 from hone.train.policy import refuse_other_base
 
 _UPLOAD_ERRORS = (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, httpx.HTTPError, OSError)
@@ -186,8 +186,7 @@ def model_of(
         model = named_model(config, tokenizer, loaded.run_file.parent, device)
     if stage == "reward_model":
         model = scalar_model(config, tokenizer, model)
-    weights = FlatWeights(model, torch.float32)
-    weights.fill(weights.master, MASTER, saved.tensors)
+    FlatWeights(model, torch.float32).fill(saved.tensors)
     return model
 
 

@@ -42,7 +42,7 @@ from hone.model.vision import Vision
 from hone.sizes import divided_dimension
 from hone.train.agreement import REPLICAS, CountedComm
 from hone.train.mesh import SHARD, Mesh
-from hone.train.optim import FRESH, MASTER, MOMENTS, AdamW, refuse_other_weights, trained_weights
+from hone.train.optim import MASTER, MOMENTS, AdamW, Segments, trained_weights
 from hone.train.tensor_files import Share
 from hone.train.weight_map import WeightMap, WeightPart, fill, sharded_parameters, share_of
 
@@ -160,8 +160,8 @@ class ShardedWeights:
                 self.mesh.collectives.apart = REPLICAS  # FSDP2 lets no one count these sums
             yield part
 
-    def put_away(self) -> None:
-        """Let go of what is gathered: it must not outlive a change of the weights."""
+    def refresh(self) -> None:
+        """See `Weights.refresh`: lets go of what is gathered."""
         root: Any = self._model
         root.reshard()
 
@@ -263,9 +263,7 @@ class ShardedAdamW(AdamW):
         if gradients := [gradient for _, gradient in self._gradients()]:
             torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]
 
-    def _apply(self, lr: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = lr
+    def _apply(self) -> None:
         for names in self._visits:
             for name in names:
                 local, gradient = self._local[name], self._weights.trained[name].grad
@@ -284,37 +282,19 @@ class ShardedAdamW(AdamW):
                     if waiting.device != local.device:
                         waiting.copy_(state[moment])
                     state[moment] = waiting
-        self._weights.put_away()
 
     def _clear_gradient(self) -> None:
         for parameter in self._weights.trained.values():
             parameter.grad = None
 
-    def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
-        """See `AdamW.state`; shares."""
-        rest = {
-            "optimizer_step": self.step_count,
-            "skipped_steps": self.skipped_count,
-            "weights": [[name, list(place.size)] for name, place in self._weights.trained_places.items()],
-        }
-        return dict(self._shares()), rest
+    def _sizes(self) -> Segments:
+        return [(name, place.size) for name, place in self._weights.trained_places.items()]
 
-    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
-        refuse_other_weights(self.state()[1]["weights"], rest["weights"])
-        for name, share in self._shares():
-            if name.startswith(f"{MASTER}/") or FRESH not in rest:
-                share.take(tensors, name)
-            else:
-                share.tensor.zero_()
-        self._restore_counts(rest)
-        self._clear_gradient()
-        self._weights.put_away()
-
-    def _shares(self) -> Iterator[tuple[str, Share]]:
+    def _tensors(self) -> Iterator[tuple[str, Share]]:
         for name, place in self._weights.trained_places.items():
             parameter = place.parameter
             of_place = partial(share_of, place, self._weights.trained[parameter], self._weights.mesh)
-            yield f"master/{name}", of_place(self._local[parameter])
+            yield f"{MASTER}/{name}", of_place(self._local[parameter])
             for moment, divided in self._moments[parameter].items():
                 yield f"{moment}/{name}", of_place(divided.to_local())
 

@@ -70,6 +70,10 @@ class Weights(Protocol):
         """The master weights under their Hugging Face names, merged where there is an adapter; as `named`."""
         ...
 
+    def refresh(self) -> None:
+        """The master weights have changed: compute with what they are now."""
+        ...
+
 
 class FlatWeights:
     """The trainable parameters of `model`, made views into flat buffers; parameters with weight decay come first.
@@ -159,13 +163,13 @@ class FlatWeights:
         """A buffer's numbers by weight, under the names of `trained_weights`; views."""
         return {name: buffer.as_strided(*place) for name, place in self._places.items()}
 
-    def fill(self, buffer: Tensor, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        """Fill a buffer with what a checkpoint has of a kind."""
-        for name, own in self.split(buffer).items():
-            own.copy_(tensors[f"{kind}/{name}"])
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what a checkpoint has of the master weights."""
+        for name, own in self.split(self.master).items():
+            own.copy_(tensors[f"{MASTER}/{name}"])
 
-    def refresh_compute(self) -> None:
-        """Bring the compute copy up to date with the master weights, in place."""
+    def refresh(self) -> None:
+        """See `Weights.refresh`; in place."""
         if self.compute is not self.master:
             self.compute.copy_(self.master)
 
@@ -234,7 +238,10 @@ class AdamW(ABC):
         if applied:
             if 0 < self.settings.grad_clip < norm:
                 self._scale_gradient(self.settings.grad_clip / norm)
-            self._apply(lr)
+            for group in self._adam.param_groups:
+                group["lr"] = lr
+            self._apply()
+            self.weights.refresh()
         self.step_count += 1
         self.skipped_count += not applied
         self._clear_gradient()
@@ -248,15 +255,19 @@ class AdamW(ABC):
         self._clear_gradient()
         self._count_applied()
 
-    @abstractmethod
     def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
         """Tensors, or this rank's shares of them (live, not copies), and plain values that `restore` needs.
 
         They are named `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`, with the names of `trained_weights`, and
         do not depend on whether weights were divided, or over how many ranks.
         """
+        rest = {
+            "optimizer_step": self.step_count,
+            "skipped_steps": self.skipped_count,
+            "weights": [[name, list(size)] for name, size in self._sizes()],
+        }
+        return dict(self._tensors()), rest
 
-    @abstractmethod
     def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
         """Continue bit for bit where `state` was taken, on whatever ranks.
 
@@ -266,6 +277,27 @@ class AdamW(ABC):
         Raises:
             CheckpointError: the state is of a model with other parameters.
         """
+        refuse_other_weights(self._sizes(), rest["weights"])
+        for name, tensor in self._tensors():
+            share = Share.of(tensor)
+            if name.startswith(f"{MASTER}/") or FRESH not in rest:
+                share.take(tensors, name)
+            else:
+                share.tensor.zero_()
+        self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
+        if FRESH in rest:  # no step so far has moved these moments
+            self.skipped_count = self.step_count
+        self._count_applied()
+        self._clear_gradient()
+        self.weights.refresh()
+
+    @abstractmethod
+    def _sizes(self) -> Segments:
+        """The trained weights, under the names of `trained_weights`."""
+
+    @abstractmethod
+    def _tensors(self) -> Iterator[tuple[str, Tensor | Share]]:
+        """Those of `state`."""
 
     @abstractmethod
     def _gradient_norm(self) -> float:
@@ -279,7 +311,7 @@ class AdamW(ABC):
     def _scale_gradient(self, factor: float) -> None: ...
 
     @abstractmethod
-    def _apply(self, lr: float) -> None:
+    def _apply(self) -> None:
         """Move weights and moments by the gradient."""
 
     @abstractmethod
@@ -297,12 +329,6 @@ class AdamW(ABC):
         """Of the steps that moved the weights Adam's bias correction is a function."""
         for state in self._adam.state.values():
             state["step"].fill_(self.step_count - self.skipped_count)
-
-    def _restore_counts(self, rest: Mapping[str, Any]) -> None:
-        self.step_count, self.skipped_count = int(rest["optimizer_step"]), int(rest["skipped_steps"])
-        if FRESH in rest:  # no step so far has moved these moments
-            self.skipped_count = self.step_count
-        self._count_applied()
 
 
 class FlatAdamW(AdamW):
@@ -335,40 +361,20 @@ class FlatAdamW(AdamW):
     def _scale_gradient(self, factor: float) -> None:
         self.weights.grad.mul_(factor)
 
-    def _apply(self, lr: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = lr
+    def _apply(self) -> None:
         self._adam.step()
-        self.weights.refresh_compute()
 
     def _clear_gradient(self) -> None:
         self.weights.grad.zero_()
 
-    def state(self) -> tuple[dict[str, Tensor | Share], dict[str, Any]]:
-        """See `AdamW.state`; views of the flat buffers."""
-        rest = {
-            "optimizer_step": self.step_count,
-            "skipped_steps": self.skipped_count,
-            "weights": [[name, list(tensor.shape)] for name, tensor in self.weights.split(self.weights.master).items()],
-        }
-        tensors: dict[str, Tensor | Share] = {}
-        for kind, buffer in self._buffers().items():
-            tensors |= {f"{kind}/{name}": tensor for name, tensor in self.weights.split(buffer).items()}
-        return tensors, rest
+    def _sizes(self) -> Segments:
+        return [(name, tensor.shape) for name, tensor in self.weights.split(self.weights.master).items()]
 
-    def restore(self, tensors: Mapping[str, Tensor], rest: dict[str, Any]) -> None:
-        refuse_other_weights(self.state()[1]["weights"], rest["weights"])
-        for kind, buffer in self._buffers().items():
-            if kind == MASTER or FRESH not in rest:
-                self.weights.fill(buffer, kind, tensors)
-            else:
-                buffer.zero_()
-        self._restore_counts(rest)
-        self._clear_gradient()
-        self.weights.refresh_compute()
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return {MASTER: self.weights.master, **self.moments}
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of the flat buffers."""
+        for kind, buffer in {MASTER: self.weights.master, **self.moments}.items():
+            for name, tensor in self.weights.split(buffer).items():
+                yield f"{kind}/{name}", tensor
 
 
 def accurate_norm(x: Tensor) -> Tensor:
