@@ -42,7 +42,7 @@ from hone.rollout.cache import (
 from hone.rollout.engine import CacheUse
 from hone.rollout.graphs import StepGraphs
 from hone.rollout.sampling import upload
-from hone.rollout.stepper import closing_moves
+from hone.rollout.stepper import closing_moves, old_rows
 from hone.sizes import round_size
 from hone.types import Picture, TokenIds
 
@@ -173,8 +173,7 @@ class DecoderStepper:
         place_C = np.arange(len(dead_C))
         place_C[source] = target
         self._branch_B = place_C[self._branch_B]
-        order = np.arange(count)
-        order[target] = source
+        order = old_rows(target, source, count)
         self._slot_C, self._length_C = self._slot_C[order], self._length_C[order]
         self._grouping = None
 
@@ -236,8 +235,7 @@ class DecoderStepper:
         target, source, count = closing_moves(unused_N)
         width = int(self._prompt_length_N[source].max(initial=0))
         self._store.prompts.move(target, source, width)
-        order = np.arange(count)
-        order[target] = source
+        order = old_rows(target, source, count)
         self._prompt_length_N = self._prompt_length_N[order]
         self._prompt_released_N = self._prompt_released_N[order]
         self._prompt_hidden_NH = self._prompt_hidden_NH[upload(order, self._prompt_hidden_NH.device)]
@@ -305,9 +303,7 @@ class DecoderStepper:
         return hidden_RH
 
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
-        order = np.arange(count)
-        order[target] = source
-        self._branch_B = self._branch_B[order]
+        self._branch_B = self._branch_B[old_rows(target, source, count)]
 
     def advance(self, token_ids_B: np.ndarray) -> Tensor:
         device = self._prompt_hidden_NH.device

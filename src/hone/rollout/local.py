@@ -32,7 +32,7 @@ from hone.rollout.graphs import CudaCapture, StepGraphs
 from hone.rollout.rows import RowJob
 from hone.rollout.scheduler import Decode, Scheduler
 from hone.rollout.stepper import Stepper
-from hone.rollout.worker import Action, EngineWorker
+from hone.rollout.worker import Action, EngineWorker, in_loop
 from hone.types import Sample
 
 
@@ -100,14 +100,11 @@ class LocalEngine:
         """See `TokenwiseEngine.generate`. Raises DataError when the prompt leaves no position for a response."""
         if not self._awake:
             raise EngineError(f"prompt {request.prompt.id}: the engine is asleep; wake it before generating.")
-        job, promise, loop = self._job(request), self._worker.promise(), asyncio.get_running_loop()
-        if on_sample is not None:
-            job.on_sample = lambda sample: loop.call_soon_threadsafe(on_sample, sample)
-        if on_token is not None:
-            job.on_token = lambda token: loop.call_soon_threadsafe(on_token, token)
+        job, promise = self._job(request), self._worker.promise()
+        job.on_sample, job.on_token = in_loop(on_sample), in_loop(on_token)
         self._unsent.append(lambda: self._start(job, promise))
         if len(self._unsent) == 1:
-            loop.call_soon(self._send_when_quiet, 1)
+            asyncio.get_running_loop().call_soon(self._send_when_quiet, 1)
         try:
             return await self._worker.wait_for(promise, f"prompt {request.prompt.id}")
         except asyncio.CancelledError:

@@ -67,8 +67,6 @@ class PendingRequest:
     def missing(self) -> list[Request]:
         """What is still to be drawn, with the same randomness: a request for each run of consecutive samples."""
         request = self.request
-        if not self._samples:
-            return [request]
         indices = range(request.first_sample, request.first_sample + request.num_samples)
         absent = [index for index in indices if index not in self._samples]
         runs = [[index for _, index in run] for _, run in groupby(enumerate(absent), lambda item: item[1] - item[0])]

@@ -18,7 +18,7 @@ from hone.data.pack import pictures_of, unrecorded
 from hone.rollout.engine import CacheUse, Decode, text_up_to_stop
 from hone.rollout.rows import NOTHING, RowJob, Rows
 from hone.rollout.sampling import on_host, sample, upload
-from hone.rollout.stepper import Stepper, closing_moves
+from hone.rollout.stepper import Stepper, closing_moves, old_rows
 from hone.types import ExpertIds, Sample
 
 
@@ -111,14 +111,12 @@ class Scheduler:
 
     def limit(self, *, max_rows: int, prefill_tokens: int) -> None:
         """Bounds from now on. Fewer rows than are live begin again; a cache that was made for more is freed."""
-        if max_rows < self._max_rows:
-            self._max_rows = max_rows
-            self._stepper.limit(max_rows=max_rows, prefill_tokens=prefill_tokens)
-            self.begin_again()
-            return
-        self._max_rows = max_rows
-        self._rows.make_room(max_rows)
+        are_fewer, self._max_rows = max_rows < self._max_rows, max_rows
         self._stepper.limit(max_rows=max_rows, prefill_tokens=prefill_tokens)
+        if are_fewer:
+            self.begin_again()
+        else:
+            self._rows.make_room(max_rows)
 
     def clear(self) -> None:
         """Forget all jobs and free the cache."""
@@ -210,9 +208,7 @@ class Scheduler:
         target, source, count = closing_moves(dead_B)
         self._rows.move(target, source, count)
         self._stepper.move_rows(target, source, count)
-        order = np.arange(count)
-        order[target] = source
-        return order
+        return old_rows(target, source, count)
 
     def _completed_stop_strings(self) -> dict[int, str]:
         """Rows whose text now contains one of their stop strings, and the text up to the end of the first one."""

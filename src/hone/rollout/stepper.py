@@ -99,3 +99,10 @@ def closing_moves(dead_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     target = np.flatnonzero(dead_B[:count])
     source = count + np.flatnonzero(~dead_B[count:])
     return target, source, count
+
+
+def old_rows(target: np.ndarray, source: np.ndarray, count: int) -> np.ndarray:
+    """(count,) which row each one was before `Stepper.move_rows`."""
+    order = np.arange(count)
+    order[target] = source
+    return order

@@ -33,6 +33,7 @@ from hone.model.vision import with_pictures
 from hone.plan.kv_cache import LEAST_COLUMNS, CacheRoom, columns_for
 from hone.rollout.engine import CacheUse
 from hone.rollout.sampling import upload
+from hone.rollout.stepper import old_rows
 from hone.types import ExpertIds, Picture, TokenIds
 
 FIRST_COLUMNS = 64
@@ -142,9 +143,7 @@ class TransformersStepper:
     def move_rows(self, target: np.ndarray, source: np.ndarray, count: int) -> None:
         if count == 0:
             return self._forget_rows()
-        order = np.arange(count)
-        order[target] = source
-        self._select(order)
+        self._select(old_rows(target, source, count))
         if self._routing is not None:
             self._routing.move(target, source, count)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -39,7 +39,7 @@ from hone.rollout.vllm_args import (
 )
 from hone.rollout.vllm_requests import VllmCache, VllmGroup, VllmPictures, VllmRouting, VllmRow, vllm_prompt
 from hone.rollout.vllm_weights import VllmAdapter
-from hone.rollout.worker import EngineWorker
+from hone.rollout.worker import EngineWorker, in_loop
 from hone.types import Sample
 
 SHUTDOWN_S = 30.0
@@ -164,15 +164,14 @@ class VllmEngine:
             )
         # In another thread, as decoding takes long, and once for all samples of the prompt.
         pictures = await asyncio.to_thread(self._pictures.read, prompt) if prompt.pictures else None
-        loop = asyncio.get_running_loop()
         group = VllmGroup(
             request,
             limit_tokens=min(request.sampling.max_tokens, room),
             stop_ids=[*self._eos_ids, *request.sampling.stop_token_ids],
             promise=self._worker.promise(),
             pictures=pictures,
-            on_sample=_in_loop(loop, on_sample),
-            on_token=_in_loop(loop, on_token),
+            on_sample=in_loop(on_sample),
+            on_token=in_loop(on_token),
         )
         self._worker.post([lambda: self._begin(group)])
         try:
@@ -382,11 +381,6 @@ class VllmEngine:
         if self._frees_memory and not self._awake:
             self._llm.wake_up(["kv_cache"] if self._weights_awake else None)
         self._awake, self._weights_awake = True, True
-
-
-def _in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[Any], object] | None) -> Any:
-    """The callback as another thread may call it."""
-    return callback and (lambda what: loop.call_soon_threadsafe(callback, what))
 
 
 def _start(arguments: dict[str, Any], environment: dict[str, str]) -> Any:

@@ -27,6 +27,12 @@ Action = Callable[[], Any]
 _CLOSE_S = 30.0
 
 
+def in_loop(callback: Callable[[T], object] | None) -> Callable[[T], object] | None:
+    """The callback as another thread may call it, to run in the event loop of the one that asks for this."""
+    loop = asyncio.get_running_loop()
+    return callback and (lambda value: loop.call_soon_threadsafe(callback, value))
+
+
 class EngineWorker:
     """Runs actions, and `work()` again and again while `busy()`.
 
