@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from os.path import exists, isdir, isfile  # unlike Path's, False for text that cannot be a path
 from pathlib import Path
 
 from hone.config import schema
@@ -18,30 +19,6 @@ from hone.errors import nearest
 
 PRESETS = Path(__file__).parent / "presets"
 MAX_FILE_BYTES = 4 << 20
-
-
-def exists(path: Path) -> bool:
-    """Whether something is at a path of a user's. A text that cannot be a path (too long, a NUL) names nothing."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
-
-
-def is_file(path: Path) -> bool:
-    """Like `exists`."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def is_dir(path: Path) -> bool:
-    """Like `exists`."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
 
 
 def preset_names() -> list[str]:
@@ -104,7 +81,7 @@ class Stack:
         if name.value in preset_names():
             return self.read(PRESETS / f"{name.value}.yaml", f"preset {name.value}", name.where)
         path = asking_file.parent / Path(name.value).expanduser()
-        if not name.value.endswith((".yaml", ".yml")) and not is_file(path):
+        if not name.value.endswith((".yaml", ".yml")) and not isfile(path):
             close = nearest(name.value, preset_names(), cutoff=50)
             hint = f"Did you mean {close}?" if close else f"Presets: {', '.join(preset_names())}"
             return self._refuse(name.where, "extends", f"no preset and no file is called {name.value!r}. {hint}")
@@ -119,7 +96,7 @@ class Stack:
                 return self._refuse(here, key, f"{subject}is a directory; name the run file in it, such as run.yaml")
             raw = path.read_bytes()
         except FileNotFoundError:
-            beside = [file.name for file in path.parent.glob("*.y*ml")] if is_dir(path.parent) else []
+            beside = [file.name for file in path.parent.glob("*.y*ml")] if isdir(path.parent) else []
             close = nearest(path.name, beside)
             hint = f" Did you mean {path.with_name(close)}?" if close else ""
             return self._refuse(here, key, f"{subject}does not exist.{hint}")

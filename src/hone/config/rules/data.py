@@ -9,11 +9,11 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from os.path import isdir, isfile  # unlike Path's, False for text that cannot be a path
 from pathlib import Path
 from typing import Any
 
 from hone.config.derived import section_of
-from hone.config.layers import is_dir, is_file
 from hone.config.rules import Breach
 from hone.config.run import DataSection, RunConfig
 from hone.config.source import SourceSection
@@ -60,7 +60,7 @@ def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
             yield Breach((key,), f"must end in {', '.join(FILE_KINDS)} (got {others[0]!r})")
         else:
             name, path = next(iter(files.items()))
-            if is_file(path):
+            if isfile(path):
                 yield from _columns_exist(key, name, path, columns)
             else:
                 yield Breach((key,), f"{source!r} does not exist, looked for at {path}{_beside(path)}")
@@ -69,7 +69,7 @@ def data_files_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
 def _indexed(path: Path) -> Path | None:
     """The prefix of Megatron's pair of files, if the path is it, one of the two, or a prefix of prefixes."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    if not is_dir(prefix.parent):
+    if not isdir(prefix.parent):
         return None
     pairs = (
         index.with_suffix("") for index in sorted(prefix.parent.glob("*.idx")) if index.with_suffix(".bin").is_file()
@@ -217,7 +217,7 @@ def _saved_features(path: Path) -> dict[str, Any]:
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether `save_to_disk` of Hugging Face datasets made this folder."""
-    return is_file(path / "state.json") or is_file(path / "dataset_dict.json")
+    return isfile(path / "state.json") or isfile(path / "dataset_dict.json")
 
 
 def files_of(source: str, folder: Path) -> dict[str, Path] | None:
@@ -225,18 +225,16 @@ def files_of(source: str, folder: Path) -> dict[str, Path] | None:
     `train-*.jsonl` matches, sorted; None for a folder or a dataset of the hub."""
     pattern = Path(source).expanduser()
     path = folder / pattern
-    if is_file(path):
+    if isfile(path):
         return {path.name: path}
     if glob.has_magic(source):
         names = sorted(glob.glob(str(pattern), root_dir=folder, recursive=True))
-        return {name: folder / name for name in names if is_file(folder / name)}
+        return {name: folder / name for name in names if isfile(folder / name)}
     return {path.name: path} if _LOOKS_LIKE_A_FILE.search(source) else None
 
 
 def _beside(path: Path) -> str:
-    names = (
-        [p.name for p in sorted(path.parent.glob("*")) if p.name.endswith(FILE_KINDS)] if is_dir(path.parent) else []
-    )
+    names = [p.name for p in sorted(path.parent.glob("*")) if p.name.endswith(FILE_KINDS)] if isdir(path.parent) else []
     close = nearest(path.name, names, cutoff=60)
     if close:
         return f". Did you mean {close}?"

@@ -15,12 +15,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
+from os.path import isdir, isfile  # unlike Path's, False for text that cannot be a path
 from pathlib import Path
 from typing import Any, Literal
 
 from hone.config.derived import overridden
 from hone.config.engine import EngineSection
-from hone.config.layers import is_dir, is_file
 from hone.config.rewards import BUILTIN_REWARDS, registered_rewards
 from hone.config.rules import Breach
 from hone.config.rules.data import data_files_exist
@@ -58,7 +58,7 @@ def _code_problem(use: str, folder: Path, kind: str) -> str | None:
         return f"must end in the name of a {kind} after the colon (got {use!r})"
     if target.endswith(".py"):
         path = folder / Path(target).expanduser()
-        if not is_file(path):
+        if not isfile(path):
             return f"{target} does not exist, looked for at {path}"
         return _defines(path, name, target)
     if not all(part.isidentifier() for part in target.split(".")):
@@ -127,7 +127,7 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
         path = folder / Path(text).expanduser()
         if not text.strip():
             yield Breach((key,), "must not be empty; null takes the default")
-        elif is_dir(path):
+        elif isdir(path):
             if (path / MEGATRON_MARK).is_file():
                 yield Breach(
                     (key,),
@@ -144,8 +144,8 @@ def local_directories_are_models(config: RunConfig, folder: Path) -> Iterator[Br
 
 def served_rewards_exist(config: RunConfig, folder: Path) -> Iterator[Breach]:
     for name, service in config.services.items():
-        if service.reward is not None and not is_file(path := folder / Path(service.reward).expanduser()):
-            close = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if is_dir(path.parent) else [])
+        if service.reward is not None and not isfile(path := folder / Path(service.reward).expanduser()):
+            close = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if isdir(path.parent) else [])
             hint = f". Did you mean {close}?" if close else ""
             yield Breach((f"services.{name}.reward",), f"{service.reward!r} does not exist, looked for at {path}{hint}")
 

@@ -220,8 +220,8 @@ class LocalSession:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = await asyncio.to_thread(self._process.wait)
-        said = os.read(self._process.stderr.fileno(), 4096).decode("utf-8", "replace").split("\n")
-        return next((line.strip() for line in reversed(said) if line.strip()), f"exit code {code}")
+        said = os.read(self._process.stderr.fileno(), 4096).decode("utf-8", "replace")
+        return said.strip().rpartition("\n")[2].strip() or f"exit code {code}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -187,8 +187,7 @@ class RemoteSession:
         elapsed_s, code = result.get("execution_time"), result.get("return_code")
         elapsed_s = float(elapsed_s) if isinstance(elapsed_s, int | float) else 0.0
         stderr = result.get("stderr")
-        lines = stderr.split("\n") if isinstance(stderr, str) else []
-        detail = next((line.strip() for line in reversed(lines) if line.strip()), "")[-200:]
+        detail = stderr.strip().rpartition("\n")[2].strip()[-200:] if isinstance(stderr, str) else ""
         if result.get("status") == "TimeLimitExceeded":
             return ProgramRun(ProgramEnding.TIME, b"", detail, elapsed_s)
         if result.get("status") != "Finished" or not isinstance(code, int) or (code == 0) != (status == "Success"):
