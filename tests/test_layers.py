@@ -12,6 +12,7 @@ import hone
 
 SOURCES = Path(hone.__file__).parent
 LAYERS = (
+    ("experts",),
     ("types", "errors", "sizes", "ragged", "runtime"),
     ("doctor", "devices"),
     ("config",),

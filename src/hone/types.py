@@ -24,16 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from hone.experts import RoutingRecord
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 TokenIds = NDArray[np.int32]
 """(n,) int32, read-only."""
-ExpertIds = NDArray[np.int8 | np.int16]
-"""(n, layers, k): the k experts that each token was sent to by each layer that has experts; or `UNRECORDED`."""
-UNRECORDED = -1
-"""In place of an expert: an engine has not computed the token, so the trainer routes it."""
 
 
 def read_only(values: ArrayLike | bytes, dtype: DTypeLike) -> NDArray[Any]:
@@ -176,9 +174,9 @@ class Sample(WithArrays):
     """Why the environment failed; the sample ends there and is not scored."""
     engine: str = ""
     """Name of the engine that drew it, of several; of a sample that met an environment, the last."""
-    routing: ExpertIds | None = None
+    routing: RoutingRecord | None = None
     """Of each token as an input of the engine, where that records it; the last one was no input."""
-    prompt_routing: ExpertIds | None = None
+    prompt_routing: RoutingRecord | None = None
     """Of the prompt's tokens; only in the first sample of a request, which stands for the others."""
 
     def __post_init__(self) -> None:
@@ -187,7 +185,7 @@ class Sample(WithArrays):
         if self.loss_mask is not None:
             object.__setattr__(self, "loss_mask", read_only(self.loss_mask, np.bool_))
         for name in ("routing", "prompt_routing"):
-            if (experts := getattr(self, name)) is not None:
+            if isinstance(experts := getattr(self, name), np.ndarray):
                 view = experts.view()  # the same memory, which cannot be changed through it
                 view.setflags(write=False)
                 object.__setattr__(self, name, view)
@@ -341,9 +339,9 @@ class Batch:
     """Each prompt's; empty where no prompt has any."""
     engines: tuple[str, ...] = ()
     """Names of the engines that drew it, which the column `engine_T` counts from 0; empty where they have no names."""
-    routing_T: ExpertIds | None = None
+    routing_T: RoutingRecord | None = None
     """`Sample.routing` of all samples, which forward passes of the policy and its reference replay; None: none has."""
-    prompt_routing: tuple[ExpertIds, ...] = ()
+    prompt_routing: tuple[RoutingRecord, ...] = ()
     """Each prompt's, where `routing_T` is there."""
 
     def with_column(self, name: str, value: Tensor) -> Batch:

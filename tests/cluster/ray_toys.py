@@ -2,17 +2,20 @@
 
 import asyncio
 import ctypes
+import hashlib
 import os
 import signal
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from hone.errors import DataError
 from hone.memory.guard import UNGUARDED
 from hone.model.fingerprint import weights_fingerprint
+from hone.train.trainer import PreparedBatch, fetched_routing
 from hone.types import Sample, VersionSpan
 
 
@@ -124,3 +127,58 @@ class ToyEngine:
 
 async def toy_engine():
     return ToyEngine()
+
+
+class RoutedEngine(ToyEngine):
+    """Draws samples at once, of as many tokens as it may, which went to experts like those of Qwen3-30B-A3B."""
+
+    async def generate(self, request, on_sample=None):
+        samples = tuple(self.sample(request, index) for index in range(request.num_samples))
+        for sample in samples:
+            on_sample(sample)
+        return samples
+
+    def sample(self, request, index):
+        count, prompt = request.sampling.max_tokens, request.prompt
+        tokens = np.arange(count, dtype=np.int32)
+        return Sample(
+            prompt.id,
+            index,
+            tokens,
+            -np.ones(count, np.float32),
+            (VersionSpan(0, count),),
+            "stop",
+            "",
+            routing=experts_of(prompt.index, index, count),
+            prompt_routing=None if index else experts_of(prompt.index, -1, len(prompt.token_ids)),
+        )
+
+
+def experts_of(prompt, sample, count):
+    """(count, 48, 8) of a sample, or of the prompt (-1)."""
+    return np.random.default_rng((prompt, sample + 1)).integers(0, 127, (count, 48, 8), dtype=np.int8)
+
+
+async def routed_engine():
+    return RoutedEngine()
+
+
+class RoutedTrainer(ToyTrainer):
+    """Tells what it fetches of a batch: a hash of each sample's routing and of each prompt's."""
+
+    def logprobs(self, batch, *, reference=False, temperature=None):
+        prepared = PreparedBatch.of(batch, [], torch.float32, torch.device("cpu"))
+        found = fetched_routing(prepared, np.arange(len(batch.length_S)))
+        return None if found is None else [hash_of(found[0]), *map(hash_of, found[1].values())]
+
+    def update(self, batch, algorithm):
+        return {"fetched": self.logprobs(batch) is not None}
+
+
+def hash_of(array):
+    return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+
+
+@contextmanager
+def routed_trainer(seat):
+    yield RoutedTrainer(seat)

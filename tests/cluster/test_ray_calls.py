@@ -127,7 +127,7 @@ def test_a_closed_engine_is_asked_for_nothing_more(monkeypatch):
 
     def take():
         takes.append(Future())
-        return SimpleNamespace(future=lambda: takes[-1])
+        return SimpleNamespace(future=lambda: takes[-1]), None
 
     async def main():
         engine = RemoteEngine("engine-0", Sending(take), timeout_s=9.0)

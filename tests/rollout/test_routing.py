@@ -20,6 +20,7 @@ from hone.config.algorithm import AlgorithmSection
 from hone.config.run import OptimizerSection
 from hone.data.pack import collate
 from hone.errors import DataError, HoneError
+from hone.experts import UNRECORDED
 from hone.model.load import init_model
 from hone.model.lora import merged_copy
 from hone.plan.kv_cache import CacheRoom
@@ -27,7 +28,7 @@ from hone.rollout.env import Observation
 from hone.rollout.local import LocalEngine, make_stepper
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
-from hone.types import UNRECORDED, Batch, Group
+from hone.types import Batch, Group
 
 MIXED = [
     name for name, keys in TEXT.items() if "num_experts_per_tok" in keys and name not in ("minimax", "llama4_text")

@@ -15,7 +15,8 @@ from test_routing import batch_of, trainer_of
 from tiny_engines import random_prompts, request
 from vllm_engines import Vllm, save
 
-from hone.types import UNRECORDED, Group
+from hone.experts import UNRECORDED
+from hone.types import Group
 
 pytestmark = [
     pytest.mark.vllm,

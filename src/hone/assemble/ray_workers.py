@@ -201,6 +201,7 @@ class RayWorkers:
             timeout_s=timeout_s,
             bucket_size=bucket_bytes(self._settings.bucket_mib),
             adopt=self._job.memory.ladder.adopt,
+            warn=self._job.observer.warn,
         )
 
     def _routes(self) -> Routes:

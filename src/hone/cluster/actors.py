@@ -26,8 +26,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from hone.cluster.calls import BEAT_S
 from hone.cluster.ray import HEARTBEAT, end_with_ray, own_address
+from hone.cluster.stored import SampleNews, parted, without_known
 from hone.devices import give_back_memory, peak_bytes, synchronize, used_and_total_bytes
 from hone.errors import CheckpointError, EngineError, HoneError
+from hone.experts import ExpertIds
 from hone.memory.ladder import Ladder
 from hone.memory.rungs import Change
 from hone.rollout.engine import CacheUse, Caching, Engine, Request
@@ -311,10 +313,6 @@ def _drained(weights: Iterable[tuple[str, Tensor]]) -> None:
         synchronize()
 
 
-SampleNews = tuple[int, Sample | HoneError | None]
-"""A request's number, and a finished sample, its error, or None when it is done."""
-
-
 class EngineActor(TakesWeights):
     """One engine: requests come in by `submit`, finished samples are polled with `take`."""
 
@@ -342,19 +340,21 @@ class EngineActor(TakesWeights):
             task.add_done_callback(partial(self._end, number))
         self._is_idle.clear()
 
-    async def take(self) -> Sequence[SampleNews]:
-        """News since the last call; waits up to `BEAT_S` for some, then `GATHER_S` for more while requests run."""
+    @ray.method(num_returns=2)
+    async def take(self) -> tuple[Sequence[SampleNews], list[ExpertIds]]:
+        """News since the last call, and apart from it what only ranks read; see `stored.py`. Waits up to `BEAT_S` for
+        some, then `GATHER_S` for more while requests run."""
         try:
             async with asyncio.timeout(BEAT_S):
                 await self._is_news.wait()
         except TimeoutError:
-            return ()
+            return (), []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GATHER_S):
                 await self._is_idle.wait()
         self._is_news.clear()
         news, self._news = self._news, []
-        return news
+        return parted(news)
 
     async def cancel(self, number: int) -> None:
         """Cancel a request."""
@@ -385,7 +385,9 @@ class EngineActor(TakesWeights):
 
     async def _generate(self, number: int, request: Request) -> None:
         try:
-            await self.engine.generate(request, lambda sample: self._report(number, sample))
+            await self.engine.generate(
+                request, lambda sample: self._report(number, without_known(sample, request.num_routed))
+            )
             self._report(number, None)
         except HoneError as error:
             self._report(number, error)

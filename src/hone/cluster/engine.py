@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hone.cluster.actors import MakeEngine
 from hone.cluster.calls import BEAT_S, CALL_KEY, START_KEY, wait_for_one
+from hone.cluster.stored import arrived
 from hone.cluster.trainer import RemoteWeights
 from hone.errors import ClusterError, EngineError, HoneError
 from hone.rollout.engine import OnSample, Request
@@ -150,9 +151,10 @@ class RemoteEngine:
         """Poll for samples while requests are in progress."""
         try:
             while self._waiting and self._failure is None:
-                news = await wait_for_one(self.name, self._actor.take.remote(), "sampling", self._timeout_s + BEAT_S)
-                for item in news:
-                    self._hear(*item)
+                taken, records = self._actor.take.remote()
+                news = await wait_for_one(self.name, taken, "sampling", self._timeout_s + BEAT_S)
+                for number, what in news:
+                    self._hear(number, arrived(what, records) if isinstance(what, Sample) else what)
         except HoneError as error:
             self._fail(EngineError(str(error)))
         except Exception as error:  # Ray raises plain ones where it cannot even send: callers wait

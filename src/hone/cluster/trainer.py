@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from hone.algo.algorithm import Algorithm
 from hone.cluster.calls import START_KEY, shared, why_killed
 from hone.cluster.ranks import PendingCalls, RankGroup, gather
+from hone.cluster.stored import without_lost
 from hone.data.pairs import PreferencePair
 from hone.errors import ClusterError, EngineError
 from hone.memory.rungs import Change
@@ -144,6 +145,7 @@ class RemoteTrainer(RemoteLearner):
         timeout_s: a rank without an answer for so long is stuck.
         bucket_size: bytes of weights that are sent at once.
         adopt: see `RemoteLearner`.
+        warn: gets a message about records of routing that were lost.
     """
 
     def __init__(
@@ -157,26 +159,27 @@ class RemoteTrainer(RemoteLearner):
         timeout_s: float,
         bucket_size: int,
         adopt: Callable[[Sequence[Change]], object] = lambda changes: None,
+        warn: Callable[[str], object] = lambda message: None,
     ) -> None:
         self._policy, self._critic, self._reference = policy, critic or policy, reference or policy
         super().__init__(list(dict.fromkeys((policy, self._critic, self._reference))), timeout_s=timeout_s, adopt=adopt)
         self._refresh_every = reference_refresh_every if self._reference is not policy else 0
-        self._update_count = 0
+        self._update_count, self._warn = 0, warn
         self._bucket_size = bucket_size
         self._publisher = Publisher(routes or Routes())
 
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float | None = None) -> Tensor:
         """See `Trainer.logprobs`."""
         group = self._reference if reference else self._policy
-        return self._call(group, "logprobs", shared(batch), reference=reference, temperature=temperature)
+        return self._call(group, "logprobs", _sent(batch), reference=reference, temperature=temperature)
 
     def logprobs_and_entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Trainer.logprobs_and_entropies`."""
-        return self._call(self._policy, "logprobs_and_entropies", shared(batch))
+        return self._call(self._policy, "logprobs_and_entropies", _sent(batch))
 
     def values(self, batch: Batch) -> Tensor:
         """See `Trainer.values`."""
-        return self._call(self._critic, "values", shared(batch))
+        return self._call(self._critic, "values", _sent(batch))
 
     def measure(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
         """See `Trainer.measure`. What is apart measures at the same time."""
@@ -184,13 +187,19 @@ class RemoteTrainer(RemoteLearner):
         wanted = {group: [need for need, who in at.items() if need in needs and who is group] for group in self._groups}
         if not any(wanted.values()):
             return {}
-        sent = shared(batch)
+        sent = _sent(batch)
         asked = [group.ask("call", "measure", sent, some) for group, some in wanted.items() if some]
         found = gather(asked, "measuring", self._timeout_s)
         return {name: column for of_ranks in found for name, column in of_ranks[0].items()}
 
     def update(self, batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         """See `Trainer.update`. A critic apart learns at the same time: they share nothing but the batch."""
+        batch, lost_tokens = without_lost(batch)
+        if lost_tokens:
+            self._warn(
+                f"update: where the engine sent {lost_tokens:,} tokens is lost with the machine that held the records. "
+                "For these the trainer chooses experts itself, as without algorithm.replay_routing."
+            )
         sent = shared(batch)
         learning = dict.fromkeys((self._critic, self._policy))
         asked = [group.ask("call", "update", sent, algorithm) for group in learning]
@@ -246,6 +255,10 @@ class RemoteTrainer(RemoteLearner):
         asked = self._policy.ask("publish", dict(engines), transport, update_id, **settings)
         # Each engine may use up its time; only then is it the rank that is stuck.
         return gather([asked], what, 2 * self._timeout_s)[0]
+
+
+def _sent(batch: Batch) -> Any:
+    return shared(without_lost(batch)[0])
 
 
 @dataclass(frozen=True)

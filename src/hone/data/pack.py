@@ -18,8 +18,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from hone.errors import DataError
+from hone.experts import joined_experts, unrecorded
 from hone.ragged import Ints, ends_of, ranges, starts_of
-from hone.types import UNRECORDED, Batch, ExpertIds, Group, Picture, Sample, Score, Totals
+from hone.types import Batch, Group, Picture, Sample, Score, Totals
 
 TOKENS_AT_ONCE = 1 << 20
 
@@ -82,7 +83,7 @@ def _routing(groups: Sequence[Group]) -> dict[str, Any]:
         prompts.append(unrecorded(len(group.prompt.token_ids), like) if first is None else first)
     lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
     each = [unrecorded(n, like) if e is None else e for n, e in zip(lengths, found, strict=True)]
-    return {"routing_T": np.concatenate(each), "prompt_routing": tuple(prompts)}
+    return {"routing_T": joined_experts(each), "prompt_routing": tuple(prompts)}
 
 
 def score_columns(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
@@ -149,11 +150,6 @@ def _turn_rewards(samples: Sequence[Sample], lengths: Ints) -> torch.Tensor:
             if turn.end > turn.start:
                 reward_T[start + turn.end - 1] = turn.reward
     return torch.from_numpy(reward_T)
-
-
-def unrecorded(num_tokens: int, like: ExpertIds) -> ExpertIds:
-    """Routing of `num_tokens` tokens that no engine has computed."""
-    return np.full((num_tokens, *like.shape[1:]), UNRECORDED, like.dtype)
 
 
 def joined(arrays: Sequence[ArrayLike], dtype: type) -> NDArray:

@@ -20,7 +20,7 @@ compiles a kernel for each shape it meets, so shapes should repeat.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -28,10 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.experts import UNRECORDED, ExpertIds
 from hone.model.tiling import AttentionBlock, Tiling, TokenPlaces, place
 from hone.ragged import Ints, ranges, starts_of
 from hone.sizes import round_size
-from hone.types import UNRECORDED, ExpertIds, Picture, TokenIds
+from hone.types import Picture, TokenIds
 
 
 def filled(values: Ints) -> Ints:
@@ -78,7 +79,7 @@ class Layout:
     grid_position_3X: Tensor | None = None
     """(3, X) where there are pictures: positions in time, height and width; see `grid_positions`."""
     routing_X: Tensor | None = None
-    """(X, layers, k) integers: experts that tokens are sent to; see `types.ExpertIds`. None: routers choose."""
+    """(X, layers, k) integers: experts that tokens are sent to; see `experts.ExpertIds`. None: routers choose."""
 
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
@@ -156,7 +157,7 @@ class Layout:
         token_ids_T: Ints | Tensor,
         device: torch.device | str = "cpu",
         pictures: Sequence[Sequence[Picture]] = (),
-        routing: tuple[ExpertIds, Sequence[ExpertIds]] | None = None,
+        routing: tuple[ExpertIds, Mapping[int, ExpertIds]] | None = None,
     ) -> Layout:
         """Like `build`, from flat arrays: the (S,) response lengths and their (T,) tokens in sample order; the pictures
         of each prompt, if there are any; and the experts of these tokens and of each prompt's, if they are to be

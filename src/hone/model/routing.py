@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hone.errors import DataError
+from hone.experts import UNRECORDED, ExpertIds
 from hone.sizes import ONE_BYTE_EXPERTS
-from hone.types import UNRECORDED, ExpertIds
 
 
 class Routing:

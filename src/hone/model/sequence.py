@@ -26,12 +26,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.experts import UNRECORDED
 from hone.model.attention import shared_prompt_attention
 from hone.model.collectives import Exchanged, gathered, share
 from hone.model.layout import Layout, filled
 from hone.model.ring import ring_attention, ring_order
 from hone.ragged import Ints
-from hone.types import UNRECORDED
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

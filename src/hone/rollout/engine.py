@@ -85,6 +85,8 @@ class Request:
     """Index of the first sample; a sample that continues after an observation is a request of its own."""
     first_position: int = 0
     """Position of the first token in its sample: how many of the prompt's last tokens are the sample's already."""
+    num_routed: int = 0
+    """The prompt's first tokens whose routing is known already, so that an engine may leave it out."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:

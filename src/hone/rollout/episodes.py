@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.data.pack import unrecorded
 from hone.errors import DataError
+from hone.experts import RoutingRecord, joined_experts, unrecorded
 from hone.rollout.engine import Engine, OnSample, Request
 from hone.rollout.env import Episode, episode_seed
 from hone.rollout.env_pool import EnvironmentFault, EnvironmentPool, EpisodeHandle
 from hone.runtime.processes import together
 from hone.runtime.user_code import describe
-from hone.types import UNRECORDED, ExpertIds, FinishReason, Sample, TokenIds, Turn, VersionSpan
+from hone.types import FinishReason, Sample, TokenIds, Turn, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,8 +142,8 @@ class SampleBuilder:
         self._turns: list[Turn] = []
         self._finish_reason: FinishReason = "stop"
         self._fault = ""
-        self._routing: ExpertIds | None = None
-        self._prompt_routing: ExpertIds | None = None
+        self._routing: RoutingRecord | None = None
+        self._prompt_routing: RoutingRecord | None = None
         self.append_turn(first_turn)
 
     def append_turn(self, sampled: Sample) -> None:
@@ -164,12 +164,17 @@ class SampleBuilder:
         if self._routing is None:
             self._routing, self._prompt_routing = sampled.routing, sampled.prompt_routing
             return
-        known = len(self._routing)
-        so_far = np.concatenate([self._routing, unrecorded(before - known, self._routing)])
-        if sampled.prompt_routing is not None:
-            again = sampled.prompt_routing[len(self._request.prompt.token_ids) :]
-            so_far = np.where(so_far == UNRECORDED, again, so_far)
-        self._routing = np.concatenate([so_far, sampled.routing])
+        drawn = self._routing[: self._num_routed]
+        if (again := sampled.prompt_routing) is None:
+            missed = unrecorded(before - len(drawn), drawn)
+        else:
+            missed = again[len(self._request.prompt.token_ids) + len(drawn) :]
+        self._routing = joined_experts([drawn, missed, sampled.routing])
+
+    @property
+    def _num_routed(self) -> int:
+        """Tokens whose routing is known: not the last one of a turn, which was no input yet."""
+        return 0 if self._routing is None else max(len(self._routing) - 1, 0)
 
     async def answer(self, *, is_last: bool) -> bool:
         """Ask the environment about the newest turn, and append what it says. Returns whether another turn follows."""
@@ -203,12 +208,13 @@ class SampleBuilder:
             sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - count),
             first_sample=self._index,
             first_position=count,
+            num_routed=0 if self._routing is None else len(request.prompt.token_ids) + self._num_routed,
         )
 
     def sample(self) -> Sample:
         routing = self._routing
         if routing is not None:
-            routing = np.concatenate([routing, unrecorded(len(self._token_ids) - len(routing), routing)])
+            routing = joined_experts([routing, unrecorded(len(self._token_ids) - len(routing), routing)])
         return Sample(
             prompt_id=self._request.prompt.id,
             index=self._index,

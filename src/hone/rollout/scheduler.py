@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.data.pack import pictures_of, unrecorded
+from hone.data.pack import pictures_of
+from hone.experts import ExpertIds, unrecorded
 from hone.rollout.engine import CacheUse, Decode, text_up_to_stop
 from hone.rollout.rows import NOTHING, RowJob, Rows
 from hone.rollout.sampling import on_host, sample, upload
 from hone.rollout.stepper import Stepper, closing_moves, old_rows
-from hone.types import ExpertIds, Sample
+from hone.types import Sample
 
 
 class Scheduler:

@@ -12,8 +12,9 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from hone.experts import ExpertIds
 from hone.rollout.engine import CacheUse
-from hone.types import ExpertIds, Picture, TokenIds
+from hone.types import Picture, TokenIds
 
 
 class Admission(Protocol):

@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 )
 
 from hone.errors import DataError
+from hone.experts import ExpertIds
 from hone.model.hf import TransformersModel, no_pictures
 from hone.model.layout_attention import over_rows
 from hone.model.vision import with_pictures
@@ -34,7 +35,7 @@ from hone.plan.kv_cache import LEAST_COLUMNS, CacheRoom, columns_for
 from hone.rollout.engine import CacheUse
 from hone.rollout.sampling import upload
 from hone.rollout.stepper import old_rows
-from hone.types import ExpertIds, Picture, TokenIds
+from hone.types import Picture, TokenIds
 
 FIRST_COLUMNS = 64
 """Tokens of a row that there is room for at first; then twice as many."""

@@ -24,14 +24,14 @@ from torch import nn
 from transformers import BatchFeature
 
 from hone.config.engine import VLLM_VISION_MODELS
-from hone.data.pack import unrecorded
 from hone.errors import DataError, EngineError
+from hone.experts import ExpertIds, unrecorded
 from hone.model.load import read_config
 from hone.model.routing import record_dtype
 from hone.model.towers import TOWERS
 from hone.rollout.engine import CacheUse, Decode, OnSample, OnToken, Request, Token, stop_window, text_up_to_stop
 from hone.rollout.sampling import request_key, sample_seed
-from hone.types import ExpertIds, Prompt, Sample, version_spans
+from hone.types import Prompt, Sample, version_spans
 
 
 class VllmPictures:

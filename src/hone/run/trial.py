@@ -32,6 +32,7 @@ from hone.config.derived import trains_adapter
 from hone.config.run import RunConfig
 from hone.data.pack import collate
 from hone.errors import DataError, EngineError, first_line
+from hone.experts import UNRECORDED
 from hone.loop.gate import NOTICEABLE, mean_gap
 from hone.model.base import CausalModel
 from hone.model.heads import reward_config
@@ -45,7 +46,7 @@ from hone.run.refusals import INSTEAD, refused_by_config, refused_by_run
 from hone.runtime.files import state_folder, write_user_state
 from hone.train.learner import Passes
 from hone.train.policy import PolicyTrainer
-from hone.types import UNRECORDED, Batch, Group, Picture, Prompt, Sample, VersionSpan
+from hone.types import Batch, Group, Picture, Prompt, Sample, VersionSpan
 
 PROMPTS = ((3, 1, 4, 1, 5), (2, 7))
 REWARDS = (0.0, 1.0, 0.0, 1.0)
@@ -248,9 +249,8 @@ def _replays(kind: str, trainer: PolicyTrainer, batch: Batch, found_T: Tensor) -
     """Raises DataError if tokens are not sent to other experts when the batch says so."""
     assert batch.routing_T is not None
     model: Any = trainer.model
-    others = [
-        np.where(e == UNRECORDED, e, (e + 1) % model.routing.fewest) for e in (batch.routing_T, *batch.prompt_routing)
-    ]
+    recorded = [e for e in (batch.routing_T, *batch.prompt_routing) if isinstance(e, np.ndarray)]
+    others = [np.where(e == UNRECORDED, e, (e + 1) % model.routing.fewest) for e in recorded]
     other_T = trainer.logprobs(replace(batch, routing_T=others[0], prompt_routing=tuple(others[1:])))
     if torch.equal(other_T, found_T):
         raise DataError(

@@ -20,13 +20,14 @@ from transformers import PreTrainedConfig
 from hone.algo.algorithm import Algorithm
 from hone.algo.loss import LossTokens
 from hone.data.pack import Shape
+from hone.experts import ExpertIds, RoutingRecord, StoredExperts, split_experts, unrecorded
 from hone.model.base import CausalModel
 from hone.model.layout import Layout
 from hone.model.logprobs import token_logprobs
 from hone.model.routing import LoadBalance
 from hone.ragged import Ints
 from hone.train.tensor_files import Snapshot
-from hone.types import Batch, ExpertIds, Picture, TokenIds, Totals
+from hone.types import Batch, Picture, TokenIds, Totals
 
 
 class Checkpointable(Protocol):
@@ -126,8 +127,8 @@ class PreparedBatch:
     columns_CT: Tensor
     num_engines: int = 0
     """Engines with names, which a column `engine_T` counts."""
-    routing: tuple[ExpertIds, Sequence[ExpertIds]] | None = None
-    """`Batch.routing_T` and `Batch.prompt_routing`, to be replayed."""
+    routing: tuple[Sequence[RoutingRecord], Sequence[RoutingRecord]] | None = None
+    """Of each sample and of each prompt, to be replayed; see `Batch.routing_T`."""
 
     @classmethod
     def of(cls, batch: Batch, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> PreparedBatch:
@@ -137,7 +138,9 @@ class PreparedBatch:
         columns_CT = torch.stack(columns) if columns else torch.empty((0, len(batch.token_ids_T)), device=device)
         token_ids_T = batch.token_ids_T.cpu().numpy()
         shape = Shape.of(batch)
-        routing = None if batch.routing_T is None else (batch.routing_T, batch.prompt_routing)
+        routing = None
+        if batch.routing_T is not None:
+            routing = split_experts(batch.routing_T, shape.length_S.tolist()), batch.prompt_routing
         return cls(
             batch.prompts, batch.pictures, shape, token_ids_T, tuple(names), columns_CT, len(batch.engines), routing
         )
@@ -162,9 +165,24 @@ def lay_out(batch: PreparedBatch, samples: Ints) -> tuple[Layout, Tensor]:
         batch.token_ids_T[index],
         device,
         pictures=batch.pictures,
-        routing=None if batch.routing is None else (batch.routing[0][index], batch.routing[1]),
+        routing=fetched_routing(batch, samples),
     )
     return layout, torch.from_numpy(index).to(device, non_blocking=True)
+
+
+def fetched_routing(batch: PreparedBatch, samples: Ints) -> tuple[ExpertIds, Mapping[int, ExpertIds]] | None:
+    """Where an engine sent the tokens of `samples`, in order, and of their prompts; None: no record is left."""
+    if batch.routing is None:
+        return None
+    of_samples, of_prompts = batch.routing
+    prompts = np.unique(batch.shape.prompt_S[samples]).tolist()
+    stored = [*(of_samples[sample] for sample in samples), *(of_prompts[prompt] for prompt in prompts)]
+    found = [experts.get() if isinstance(experts, StoredExperts) else experts for experts in stored]
+    like = next((experts for experts in found if experts is not None), None)
+    if like is None:
+        return None
+    each = [unrecorded(len(s), like) if e is None else e for s, e in zip(stored, found, strict=True)]
+    return np.concatenate(each[: len(samples)]), dict(zip(prompts, each[len(samples) :], strict=True))
 
 
 def expanded(value_U: Tensor, layout: Layout) -> Tensor:
