@@ -3,6 +3,7 @@
     python benchmarks/controller.py                    # about 4 minutes
     python benchmarks/controller.py --quick
     python benchmarks/controller.py --slots 512 --tokens 32000 --profile
+    python benchmarks/controller.py --slots 64 --tokens 200 2000 --routing reference
 
 Engines and trainer are fakes that cost nothing: an engine's samples arrive pickled, as they do from another process
 (Ray's own transport is not in it), and an update returns at once. Everything else is the product's own code on real
@@ -15,6 +16,9 @@ widen them less; a stall is the longest time that a 2 ms timer of the event loop
 than the CPU time that the process used meanwhile. Each cell is run twice: while samples are recorded, and as it is
 when samples/ is full (64 MiB, after a minute at most). The stall is the longer one, `binds` has the largest shares of
 the second one's CPU time, and `bytes a token` is what samples in flight hold.
+
+With `--routing` samples have the experts of their tokens, like those of Qwen3-30B-A3B (384 bytes a token): `reference`
+as engines in processes of Ray's report them, `value` with the records themselves.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +53,7 @@ from hone.algo.algorithm import Algorithm
 from hone.config.run import RunConfig
 from hone.data import pack
 from hone.data.order import RowOrder, SourceRange
+from hone.experts import ExpertSpan, RoutingRecord, StoredExperts
 from hone.loop import policy
 from hone.loop.run import PolicyRun
 from hone.observe.observer import Observer
@@ -104,8 +110,8 @@ class Prompts:
 class Drawn:
     """Pickled groups that engines send, of the newest version."""
 
-    def __init__(self, tokens: int) -> None:
-        self._groups = [drawn(tokens, seed) for seed in range(2)]
+    def __init__(self, tokens: int, routing: str) -> None:
+        self._groups = [drawn(tokens, seed, routing) for seed in range(2)]
         self._version = -1
         self.pickled: list[bytes] = []
         self.seconds = 0.0
@@ -209,6 +215,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--seconds", type=float, default=6.0, help="of CPU time of a cell, about")
     parser.add_argument("--profile", action="store_true", help="print where the event loop's thread was, of each cell")
+    parser.add_argument("--routing", choices=["none", "value", "reference"], default="none")
     parser.add_argument("--quick", action="store_true", help="one small cell: does it run?")
     options = parser.parse_args()
     if options.quick:
@@ -221,25 +228,34 @@ def main() -> None:
     for tokens in options.tokens:
         for slots in options.slots:
             if max(slots, LEAST_SAMPLES) * tokens <= MOST_TOKENS:
-                print(measured(slots, tokens, options.seconds, options.profile).row(), flush=True)
+                found = measured(slots, tokens, options.seconds, options.profile, options.routing)
+                print(found.row(), flush=True)
                 gc.collect()
 
 
-def measured(slots: int, tokens: int, seconds: float, profile: bool) -> Cell:
+def measured(slots: int, tokens: int, seconds: float, profile: bool, routing: str) -> Cell:
     """Steps of one cell for about so much CPU time."""
     folder = Path(tempfile.mkdtemp(prefix="hone-controller-"))
     try:
-        recording = asyncio.run(cell(folder / "recording", slots, tokens, seconds, profile, samples_mib=1 << 20))
-        full = asyncio.run(cell(folder / "full", slots, tokens, seconds, profile, samples_mib=0))
+        run = partial(cell, slots=slots, tokens=tokens, seconds=seconds, profile=profile, routing=routing)
+        recording = asyncio.run(run(folder / "recording", samples_mib=1 << 20))
+        full = asyncio.run(run(folder / "full", samples_mib=0))
         stall_ms = max(recording.stall_ms, full.stall_ms)
         return replace(full, samples_per_s=recording.samples_per_s, stall_ms=stall_ms)
     finally:
         shutil.rmtree(folder)
 
 
-def drawn(tokens: int, seed: int) -> tuple[Sample, ...]:
+def drawn(tokens: int, seed: int, routing: str) -> tuple[Sample, ...]:
     """A group's samples: half of them right."""
     chance = np.random.default_rng(seed)
+
+    def record() -> RoutingRecord | None:
+        if routing == "value":
+            return chance.integers(0, 127, (tokens, 48, 8), dtype=np.int8)
+        unread = ExpertSpan(partial(np.zeros, (tokens, 48, 8), np.int8), 0, tokens)
+        return StoredExperts((unread,)) if routing == "reference" else None
+
     return tuple(
         Sample(
             "p",
@@ -249,6 +265,7 @@ def drawn(tokens: int, seed: int) -> tuple[Sample, ...]:
             (VersionSpan(0, tokens),),
             "stop",
             "4" if index % 2 else "word " * tokens,
+            routing=record(),
         )
         for index in range(GROUP)
     )
@@ -264,7 +281,9 @@ def bytes_per_token(groups: list[bytes], samples: int, tokens: int) -> float:
     return size / (len(held) * GROUP * tokens)
 
 
-async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: bool, *, samples_mib: int) -> Cell:
+async def cell(
+    folder: Path, *, slots: int, tokens: int, seconds: float, profile: bool, routing: str, samples_mib: int
+) -> Cell:
     """See `measured`."""
     samples_per_step = max(slots, LEAST_SAMPLES)
     config = RunConfig.model_validate(
@@ -280,7 +299,7 @@ async def cell(folder: Path, slots: int, tokens: int, seconds: float, profile: b
             "observe": {"console": "quiet", "samples_max_mib": samples_mib},
         }
     )
-    shares, stalls, samples = Shares(), Stalls(), Drawn(tokens)
+    shares, stalls, samples = Shares(), Stalls(), Drawn(tokens, routing)
     observer = Observer(folder, config.observe, title="controller", total_steps=config.run.steps)
     observer.record = shares.timed("recording", observer.record)  # type: ignore[method-assign]
     Recorder._write = shares.timed("writing samples", WRITE)

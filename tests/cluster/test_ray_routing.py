@@ -2,17 +2,23 @@
 
 import asyncio
 import gc
+import json
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from ray._private.worker import global_worker
 from ray_processes import make_engine, processes, toy_cluster
 from ray_toys import experts_of, hash_of, routed_engine, routed_trainer
+from raylets import rays_folder
 
+import hone
 from hone.cluster.actors import TrainerRank
 from hone.cluster.ranks import RankGroup
 from hone.cluster.stored import RecordInStore
@@ -111,6 +117,22 @@ def test_of_a_later_turn_only_the_records_that_are_not_known_are_kept(cluster):
     assert (found[:15] == -1).all() and np.array_equal(found[15:], experts_of(0, -1, len(PROMPT))[15:])
     (_, kept) = group.samples[0].prompt_routing.spans
     assert len(kept.source()) == 5
+
+
+def test_records_lost_with_a_machine_are_left_out_and_a_rank_that_asks_for_them_fails_at_once(tmp_path):
+    """The rest of the batch is trained on; ranks never wait for what is gone."""
+    folders = [str(Path(__file__).parent), str(Path(hone.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    with rays_folder() as short:
+        extra = {"PYTHONPATH": os.pathsep.join(folders), "RAY_TMPDIR": str(short), "RAY_USAGE_STATS_ENABLED": "0"}
+        program = [sys.executable, str(Path(__file__).parent / "lost_machine.py")]
+        ended = subprocess.run(
+            program, env={**os.environ, **extra}, cwd=tmp_path, capture_output=True, text=True, timeout=400
+        )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["before"] == 0
+    assert found["after"] == 3 * (4 * 200 + len(PROMPT)) and found["left"] == 0
+    assert found["error"] == "ObjectReconstructionFailedError" and found["seconds"] < 30
 
 
 def held_objects():

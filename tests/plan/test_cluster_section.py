@@ -1,12 +1,13 @@
 """Plans of run files with a `cluster` section: its pools, divisions and engines, without a word on the command line."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hone.config.derived import longest_tokens
 from hone.config.load import load_config
-from hone.plan.cluster import PoolPlan, host_moments
+from hone.plan.cluster import PoolPlan, host_moments, share_of_records
 from hone.plan.embedded import Embedded, Reader
 from hone.plan.engine import EnginePlan
 from hone.plan.hardware import find_hardware, in_cluster
@@ -300,6 +301,17 @@ def test_records_of_routing_are_on_the_host(planned):
     assert set(records()) == {0}
     tokens, layers, active = 2 * 500 + 8 * 1000, 48, 8
     assert set(records("algorithm.replay_routing=true")) == {2 * tokens * layers * active}
+
+
+def test_records_of_routing_are_where_engines_are_and_where_ranks_need_them():
+    """A machine with half of the ranks fetches half of one update's records; those of two are with the engines."""
+    ranks, engines = (SimpleNamespace(engine=e, policy=not e, devices=n) for e, n in ((False, 16), (True, 8)))
+    pools = [ranks, engines]
+    assert share_of_records(list(zip(pools, (8, 0), strict=True))) == 1 / 4
+    assert share_of_records(list(zip(pools, (0, 8), strict=True))) == 1
+    both = [SimpleNamespace(engine=True, policy=True, devices=16)]
+    assert share_of_records([(both[0], 16)]) == 1
+    assert share_of_records([(both[0], 8)]) == 1 / 2 + 1 / 8
 
 
 def test_where_memory_bounds_the_cache_the_cure_is_a_smaller_one():

@@ -9,8 +9,9 @@ object: Ray sends them with the results of the call.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import ray
@@ -116,15 +117,15 @@ def without_lost(batch: Batch) -> tuple[Batch, int]:
 def _lost(objects: Collection[ray.ObjectRef]) -> set[ray.ObjectRef]:
     """Those that no machine holds any more, as far as this process, which owns them, has heard."""
     places = get_local_object_locations(list(objects)) if objects else {}
-    return {one for one in objects if not places.get(one, {}).get("node_ids") and _fails(one)}
+    return {one for one in objects if not (place := places.get(one, {})).get("node_ids") and _fails(one, place)}
 
 
-def _fails(one: ray.ObjectRef) -> bool:
-    """Whether an object without a place is lost; others are small, or were moved to a disk."""
+def _fails(one: ray.ObjectRef, place: Mapping[str, Any]) -> bool:
+    """Whether an object that is in no machine's memory is lost; others came with the call, or were moved to a disk."""
     try:
         ray.get(one, timeout=0)
     except GetTimeoutError:
-        return False
+        return not place.get("did_spill")
     except RayError:
         return True
     return False

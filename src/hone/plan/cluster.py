@@ -358,11 +358,11 @@ def _reference(pool: PoolPlan) -> list[Term]:
     return [term("reference", p * count / model.shard, formula, "cluster.trainer.offload")]
 
 
-def host_moments(pools: list[PoolPlan], *, per_node: int, driver: Sequence[Term] = ()) -> list[Moment]:
+def host_moments(pools: list[PoolPlan], *, per_node: int, records: Sequence[Term] = ()) -> list[Moment]:
     """What the memory of the fullest machine holds; pools take devices in their order, machine by machine.
 
     Args:
-        driver: what the run's own process holds, on any machine.
+        records: of routing, which stay on the machines of the engines that made them; see `cluster/stored.py`.
     """
     ends = [*accumulate(pool.devices for pool in pools)]
     machines = range(-(-ends[-1] // per_node))
@@ -372,15 +372,24 @@ def host_moments(pools: list[PoolPlan], *, per_node: int, driver: Sequence[Term]
             max(0, min(end, first + per_node) - max(end - pool.devices, first))
             for pool, end in zip(pools, ends, strict=True)
         ]
-        found.append([*_machine(list(zip(pools, here, strict=True)), driver)])
+        found.append([*_machine(list(zip(pools, here, strict=True)), records)])
     return max(found, key=lambda moments: max(one.bytes for one in moments))
 
 
-def _machine(pools: list[tuple[PoolPlan, int]], driver: Sequence[Term]) -> Iterator[Moment]:
+def share_of_records(pools: list[tuple[PoolPlan, int]]) -> float:
+    """Of all records of routing, those that a machine holds: its engines', and what its ranks fetch from others, their
+    share of one update's, which are at most half of all."""
+    engines = sum(devices / pool.devices for pool, devices in pools if pool.engine)
+    ranks = sum(devices / pool.devices for pool, devices in pools if pool.policy)
+    return engines + ranks * (1 - engines) / 2
+
+
+def _machine(pools: list[tuple[PoolPlan, int]], records: Sequence[Term]) -> Iterator[Moment]:
     """Memory of a machine, given the number of its devices in each pool."""
     count = sum(devices for _, devices in pools)
     processes = term("processes", count * PROCESS_BYTES, f"{count} x 3 GiB (estimate)")
-    held: list[Term] = [*driver]
+    share = share_of_records(pools)
+    held = [term(one.name, one.bytes * share, one.formula, one.knob) for one in records]
     asleep: list[Term] = []
     staged: list[Term] = []
     for pool, devices in pools:

@@ -433,7 +433,8 @@ def _logits(size: int, each: int, work: Pass) -> Term:
 
 
 def routing_records(architecture: Architecture, workload: Workload) -> list[Term]:
-    """Records of all samples that may be in flight or trained, and of the batch that is made of those of one update.
+    """Records of all samples that may be in flight or trained, and of one update besides: the batch that is made of
+    them, or on a cluster objects of several samples of which some are still in use.
 
     None where routing is not replayed.
     """

@@ -147,7 +147,7 @@ def plan_inputs(inputs: Inputs) -> Plan:
     ]
     if hardware.kind == "gpu":
         host = host or cluster.host_moments(
-            pools, per_node=hardware.per_node, driver=routing_records(inputs.architecture, inputs.workload)
+            pools, per_node=hardware.per_node, records=routing_records(inputs.architecture, inputs.workload)
         )
         nodes = inputs.topology.nodes
         ledgers.append(Ledger("host", nodes, hardware.host_bytes, tuple(host)))
