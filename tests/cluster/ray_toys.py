@@ -35,6 +35,12 @@ FAILURES = {
 }
 
 
+class Orders(dict):
+    """A batch of `ToyTrainer`, without routing."""
+
+    routing_T, prompt_routing = None, ()
+
+
 class ToyTrainer:
     """Weights that count updates. Its batch says what a rank is to do: {rank: "die" | "hang" | "hold" | "refuse"}, or
     one of FAILURES."""

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 from ray_processes import gone, make_engine, processes, toy_cluster, words_of
-from ray_toys import toy_engine, toy_trainer
+from ray_toys import Orders, toy_engine, toy_trainer
 
 from hone.assemble.stages import lost_process
 from hone.cluster.actors import TrainerRank
@@ -120,7 +120,7 @@ def test_engine_and_trainer_in_processes_of_their_own(cluster):
     """One test, since each process takes seconds to start."""
     trainer = make_trainer(cluster, ranks=2)
     assert trainer.hf_config == {"ranks": 2}
-    assert trainer.update({}, None) == {"rank": 0, "updates": 1}, "every rank is asked, rank 0 answers"
+    assert trainer.update(Orders(), None) == {"rank": 0, "updates": 1}, "every rank is asked, rank 0 answers"
     assert len(processes("TrainerRank")) == 2
 
     async def run():
@@ -162,13 +162,13 @@ def test_engine_and_trainer_in_processes_of_their_own(cluster):
 
     asyncio.run(run())
     with pytest.raises(DataError, match="rank 1 refuses"):
-        trainer.update({1: "refuse"}, None)
+        trainer.update(Orders({1: "refuse"}), None)
     for failure, said in FAILED.items():
         with pytest.raises(ClusterError, match=f"(?s)update: trainer rank 1{said}") as raised:
-            trainer.update({1: failure}, None)
+            trainer.update(Orders({1: failure}), None)
         assert lost_process(raised.value) is not None, "so the trainer is started again"
     with pytest.raises(ClusterError, match="update: trainer rank 1 died"):
-        trainer.update({0: "stumble", 1: "die"}, None)  # the one who lost its peer is heard first
+        trainer.update(Orders({0: "stumble", 1: "die"}), None)  # the one who lost its peer is heard first
     trainer.close()
     assert gone("TrainerRank") and gone("EngineActor")
 
@@ -185,7 +185,7 @@ def test_who_is_stuck_is_named_and_ended(cluster):
 
     asyncio.run(run())
     with pytest.raises(ClusterError, match="update: no answer from trainer rank 0 within 1 s"):
-        trainer.update({0: "hang"}, None)
+        trainer.update(Orders({0: "hang"}), None)
     trainer.close()
     assert gone("TrainerRank") and gone("EngineActor")
 
@@ -197,7 +197,7 @@ def test_a_heartbeat_is_answered_during_a_computation_and_not_by_a_process_that_
     computing, holding = trainer._groups[0].ranks.values()
     pids = [ray.get(rank.ping.remote()).pid for rank in (computing, holding)]
     with ThreadPoolExecutor(1) as thread:
-        update = thread.submit(trainer.update, {0: "hang", 1: "hold"}, None)
+        update = thread.submit(trainer.update, Orders({0: "hang", 1: "hold"}), None)
         time.sleep(1)
         assert ray.get(computing.ping.remote(), timeout=30).pid == pids[0]
         with pytest.raises(GetTimeoutError):
