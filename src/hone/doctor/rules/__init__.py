@@ -12,10 +12,11 @@ from hone.doctor.rules.mismatch import MISMATCH
 from hone.doctor.rules.policy import POLICY
 from hone.doctor.rules.prompts import PROMPTS, RESPONSES
 from hone.doctor.rules.reward import CRITIC, REWARDS
+from hone.doctor.rules.speed import SPEED
 from hone.doctor.rules.tuning import TUNING
 
 RULES: tuple[AlarmRule, ...] = (
-    *LIVENESS, *PROMPTS, *RESPONSES, *REWARDS, *MISMATCH, *POLICY, *LEARNING, *CRITIC, *JUDGES, *TUNING,
+    *LIVENESS, *PROMPTS, *RESPONSES, *REWARDS, *MISMATCH, *POLICY, *LEARNING, *CRITIC, *JUDGES, *SPEED, *TUNING,
 )  # fmt: skip
 NAMES = tuple(rule.name for rule in RULES)
 """Alarm names, which `observe.stop_on` takes."""
