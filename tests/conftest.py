@@ -44,9 +44,11 @@ def signals_as_in_a_terminal():
         signal.signal(signal.SIGHUP, lambda *_: None)  # as before here, and the default in a new program
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
+@pytest.fixture(autouse=True)
+def arithmetic_as_at_first():
+    """Runs set threads and precision of their process; a test is not to compute as the one before it did."""
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(autouse=True, scope="module")
