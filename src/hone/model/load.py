@@ -137,8 +137,7 @@ def init_config(architecture: Mapping[str, Any], *, vocab_size: int | None) -> P
 
 
 def _misspelled(config: PreTrainedConfig, keys: Mapping[str, Any]) -> str:
-    """What to say of a key that the architecture's class does not have, but one within `MISSPELLED` letters of it; "" if
-    there is none.
+    """What to say of a key that the architecture's class lacks, if it has one within `MISSPELLED` letters; else "".
 
     Transformers takes any key, and keeps those that nothing reads, such as another family's.
     """
