@@ -47,3 +47,12 @@ def test_args_of_a_reward_whose_service_does_not_run_yet(tmp_path, monkeypatch):
 def test_what_a_service_would_serve(tmp_path, served, said):
     problem, *_ = problems(tmp_path, served=served)
     assert "run.yaml:4  services.sums.reward: " in problem and said in problem
+
+
+def test_a_slow_reward_is_seen_to_be_waited_for(tmp_path, capsys):
+    slow = "import time\ndef score(group):\n    time.sleep(3)\n    return [0.0 for _ in group.samples]\n"
+    (tmp_path / "slow.py").write_text(slow)
+    (tmp_path / "run.yaml").write_text(RUN.partition("reward:")[0] + "reward: {components: [{use: 'slow.py:score'}]}\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
+    asyncio.run(preflight.check(load_config(tmp_path / "run.yaml")))
+    assert "scoring with score: 0 of 1 rows (0%), " in capsys.readouterr().err

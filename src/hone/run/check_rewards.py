@@ -25,6 +25,7 @@ from hone.config.run import RewardComponent, RunConfig
 from hone.data.chat import Tokenizer, UnknownCharacter
 from hone.data.lazy import spread
 from hone.data.prompts import PromptStream
+from hone.data.report import LoadProgress, on_stderr
 from hone.errors import ConfigError
 from hone.reward.http import Address
 from hone.reward.rewards import Rewards
@@ -94,8 +95,13 @@ async def check_rewards(
     samples = len(trials) * group_size
     try:
         async with Rewards.from_config(settings, folder, window_samples=samples, services=services) as rewards:
-            judge = partial(judged, rewards, group_size=group_size, tokens=tokens)
             results: list[Judged] = []
+            progress = LoadProgress(
+                f"scoring with {', '.join(map(component_name, components))}", on_stderr, total=len(trials)
+            )
+            judge = partial(
+                judged, rewards, group_size=group_size, tokens=tokens, waiting=lambda: progress.at(len(results))
+            )
             for trial in trials:
                 result = await judge(trial)
                 if result is None or rewards.timeouts >= MAX_TIMEOUTS:
@@ -226,9 +232,18 @@ def token_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[dict[str, tup
 
 
 async def judged(
-    rewards: Rewards, trial: Trial, *, group_size: int, tokens: Mapping[str, tuple[int, ...]]
+    rewards: Rewards,
+    trial: Trial,
+    *,
+    group_size: int,
+    tokens: Mapping[str, tuple[int, ...]],
+    waiting: Callable[[], object],
 ) -> Judged | None:
-    """One trial, scored in a group as training makes them; None when user functions took too long too often."""
+    """One trial, scored in a group as training makes them; None when user functions took too long too often.
+
+    Args:
+        waiting: called every `POLL_S` until the scores are there.
+    """
     other = trial.gold if trial.other is None else trial.other
     texts = [trial.gold, *[other] * max(group_size - 1, 1)]
     samples: list[Sample] = []
@@ -241,6 +256,7 @@ async def judged(
         scoring = asyncio.ensure_future(rewards.score(Group(trial.prompt, tuple(samples[start : start + group_size]))))
         while not scoring.done():
             await asyncio.wait({scoring}, timeout=POLL_S)
+            waiting()
             if rewards.timeouts >= MAX_TIMEOUTS and not scoring.done():
                 scoring.cancel()
                 await asyncio.wait({scoring})
