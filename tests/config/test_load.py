@@ -178,6 +178,7 @@ def test_null_on_the_command_line_unsets(load):
         ("=3", "is not `section.key=value`"),
         ("a..b=3", "is not `section.key=value`"),
         ("seed=[1", "command line  seed: is not valid YAML"),
+        ("reward.components[0].weight=1", "a place in a list is written with a point: reward.components.0.weight"),
         ("reward.components.5.weight=1", "the list has entries 0 to 0, and no entry '5'"),
         ("extends=algorithm/grpo", "extends: is set in the run file, not on the command line"),
         ("rollout.groupsize=3", "rollout.groupsize: unknown key. Did you mean rollout.group_size?"),

@@ -282,6 +282,13 @@ def test_a_directory_with_another_config_has_the_same_weights(folder, tmp_path):
 def test_a_misspelled_key_of_an_architecture_is_named():
     with pytest.raises(DataError, match=r"num_hiden_layers: unknown key of qwen3\. Did you mean num_hidden_layers\?"):
         init_config({**QWEN3, "num_hiden_layers": 1}, vocab_size=None)
+    # Keys of another family, which nothing reads, are no misspelled ones.
+    assert init_config({**QWEN3, "moe_intermediate_size": 8, "n_experts": 2}, vocab_size=None).model_type == "qwen3"
+
+
+def test_a_model_has_a_layer():
+    with pytest.raises(DataError, match=r"num_hidden_layers: must be at least 1 \(got 0\)"):
+        init_config({**QWEN3, "num_hidden_layers": 0}, vocab_size=None)
 
 
 @pytest.mark.parametrize("name", known_models())

@@ -183,6 +183,8 @@ def override(tree: Node, text: str) -> tuple[Node, str] | Problem:
     parts = path.split(".")
     if not equals or not all(part and part == part.strip() for part in parts):
         return Problem(COMMAND_LINE, "", f"{show(text)} is not `section.key=value`")
+    if (pointed := re.sub(r"\[(\d+)\]", r".\1", path)) != path:
+        return Problem(COMMAND_LINE, path, f"a place in a list is written with a point: {pointed}")
     if parts[0] == "extends":
         return Problem(COMMAND_LINE, "extends", "is set in the run file, not on the command line")
     key = schema.find_key(path)

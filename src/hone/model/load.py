@@ -130,6 +130,8 @@ def init_config(architecture: Mapping[str, Any], *, vocab_size: int | None) -> P
         raise DataError(f"model.init: {error}") from error
     if problem := _misspelled(config, keys):
         raise DataError(f"model.init: {problem}")
+    if (layers := getattr(config.get_text_config(), "num_hidden_layers", 1)) < 1:
+        raise DataError(f"model.init: num_hidden_layers: must be at least 1 (got {layers})")
     named = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if has_tower(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.architectures is None and model_type in named:
         config.architectures = [named[model_type]]  # vLLM reads it
