@@ -155,7 +155,9 @@ class FaultyServer:
             else:
                 connections[asyncio.create_task(converse(reader, writer))] = writer
 
-        async with await asyncio.start_server(connected, self.host, port, ssl=self.tls) as server:
+        # A handshake that its client gave up would hold up the end for a minute.
+        limits = {} if self.tls is None else {"ssl": self.tls, "ssl_handshake_timeout": 5}
+        async with await asyncio.start_server(connected, self.host, port, **limits) as server:
             self.port = server.sockets[0].getsockname()[1]
             started()
             await self._stop.wait()
