@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -175,7 +176,7 @@ def some_metric_lines(
         start = text[:_START_BYTES]
         if most is None or len(text) * start.count(b"\n") <= most * len(start):
             return list(metric_lines(path, broken)), True
-        evaluated = (text.rfind(b"\n", 0, place) + 1 for place in _places(text, b'"eval/'))
+        evaluated = (text.rfind(b"\n", 0, found.start()) + 1 for found in re.finditer(rb'"eval/.*', text))
         places = {text.rfind(b"\n", 0, len(text) * number // most) + 1 for number in range(most)} | set(evaluated)
         lines = dict(_lines_at(text, places, broken))
         for stage in {line["stage"] for line in lines.values()}:
@@ -200,15 +201,6 @@ def _first_places(text: mmap.mmap | bytes, stage: str) -> Iterator[int]:
         place = text.find(b"\n", place) + 1
         if not place:
             return
-
-
-def _places(text: mmap.mmap | bytes, word: bytes) -> Iterator[int]:
-    """Where a word is in lines, the first time in each."""
-    place = text.find(word)
-    while place >= 0:
-        yield place
-        end = text.find(b"\n", place)
-        place = text.find(word, end) if end >= 0 else -1
 
 
 def _line_before(path: Path, num_bytes: int) -> dict[str, Any]:
