@@ -7,13 +7,18 @@ sample) are not errors but data: see `types.Score`. What messages are made of is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class HoneError(Exception):
     """Base of every error that Hone raises on purpose; printed without a traceback."""
 
     exit_code = 1
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """What is wrong, one message for each."""
+        return [str(self)]
 
 
 class ConfigError(HoneError):
@@ -22,8 +27,13 @@ class ConfigError(HoneError):
     exit_code = 2
 
     def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
+        self._problems = problems
         super().__init__("\n".join(problems))
+
+    @property
+    def problems(self) -> list[str]:
+        """See `HoneError.problems`."""
+        return self._problems
 
 
 class DataError(HoneError):
@@ -118,4 +128,13 @@ def nearest(word: str, candidates: Iterable[str], cutoff: float = 72) -> str | N
     from rapidfuzz import fuzz, process
 
     found = process.extractOne(word, list(candidates), scorer=fuzz.ratio, processor=str.lower, score_cutoff=cutoff)
+    return found[0] if found else None
+
+
+def misspelled(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `word` is with at most two letters left out, added, exchanged or replaced, if there is one."""
+    from rapidfuzz import process
+    from rapidfuzz.distance import OSA
+
+    found = process.extractOne(word, list(candidates), scorer=OSA.distance, score_cutoff=2)
     return found[0] if found else None

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from hone.cli.arguments import AsJson, Overrides, RunFile, examples
 from hone.config.load import Loaded, load_config
-from hone.errors import ConfigError, DataError, HoneError
+from hone.errors import DataError, HoneError
 from hone.run.report import CheckReport
 
 EXAMPLES = examples(
@@ -43,8 +43,7 @@ def check(
     except HoneError as error:
         if not as_json:
             raise
-        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-        typer.echo(json.dumps(CheckReport(problems=problems).as_dict(), indent=2))
+        typer.echo(json.dumps(CheckReport(problems=[*error.problems]).as_dict(), indent=2))
         raise typer.Exit(error.exit_code) from None
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))

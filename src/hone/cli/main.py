@@ -38,7 +38,7 @@ from hone.cli import (
     train,
     ui,
 )
-from hone.errors import ConfigError, HoneError, Stopped
+from hone.errors import HoneError, Stopped
 from hone.observe.console import Lasting
 from hone.runtime.processes import YOUNG_OBJECTS
 
@@ -128,7 +128,7 @@ def _outcome(arguments: Sequence[str] | None) -> int:
         return outcome if isinstance(outcome, int) else 0
     except HoneError as error:
         print(error, file=sys.stderr)
-        _print_problems(arguments, error.problems if isinstance(error, ConfigError) else [str(error)])
+        _print_problems(arguments, error.problems)
         return error.exit_code
     except _UsageError as error:
         error.show()

@@ -342,7 +342,7 @@ class EngineActor(TakesWeights):
 
     @ray.method(num_returns=2)
     async def take(self) -> tuple[Sequence[SampleNews], list[ExpertIds]]:
-        """News since the last call, and apart from it what only ranks read; see `stored.py`. Waits up to `BEAT_S` for
+        """News since the last call, and separately what only ranks read; see `stored.py`. Waits up to `BEAT_S` for
         some, then `GATHER_S` for more while requests run."""
         try:
             async with asyncio.timeout(BEAT_S):

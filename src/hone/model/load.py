@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hone.config.derived import overridden
-from hone.errors import DataError
+from hone.errors import DataError, misspelled
 from hone.model.base import CausalModel
 from hone.model.decoder import Decoder, unsupported
 from hone.model.fingerprint import weights_fingerprint
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_model", "hf_folder", "init_model", "load_model", "model_folder", "save_hf", "weights_fingerprint"]
 
-MISSPELLED = 2
-"""Letters left out, added, exchanged or replaced."""
 Implementation = Literal["auto", "hone", "transformers"]
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
@@ -139,20 +137,16 @@ def init_config(architecture: Mapping[str, Any], *, vocab_size: int | None) -> P
 
 
 def _misspelled(config: PreTrainedConfig, keys: Mapping[str, Any]) -> str:
-    """What to say of a key that the architecture's class lacks, if it has one within `MISSPELLED` letters; else "".
+    """What to say of a key that misspells one that the architecture's class has; "" if there is none.
 
     Transformers takes any key, and keeps those that nothing reads, such as another family's.
     """
-    from rapidfuzz import process
-    from rapidfuzz.distance import OSA
-
     own = type(config)
     named = {*own().to_dict(), *own.attribute_map, *signature(own.__init__).parameters}
     known = {name for name in named if not name.startswith("_")}
     for name in keys:
-        close = process.extractOne(name, sorted(known), scorer=OSA.distance, score_cutoff=MISSPELLED)
-        if name not in known and close:
-            return f"{name}: unknown key of {config.model_type}. Did you mean {close[0]}?"
+        if name not in known and (close := misspelled(name, sorted(known))):
+            return f"{name}: unknown key of {config.model_type}. Did you mean {close}?"
     return ""
 
 

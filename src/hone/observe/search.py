@@ -1,7 +1,7 @@
 """Search in all recorded samples of a run: words, and values such as `reward<0.5`.
 
 Reads one file after the other, the newest step first, for a limited time, so that a page can show what is found so far
-and go on. `pages/samples.js` reads queries the same way, for the samples that it has.
+and ask for more. `pages/samples.js` reads queries the same way, for the samples that it has.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ function searchEverywhere() {
   const query = byId("search").value.trim();
   if (everywhere && everywhere.query === query) return;
   const asked = everywhere = { query, rows: [], matches: 0, searched: 0, steps: 0, damaged: 0, after: "", most: 0, isBusy: true, error: "" };
-  setTimeout(() => { if (asked === everywhere) searchOn(asked); }, 300);  // while somebody types, only the last one is asked for
+  setTimeout(() => { if (asked === everywhere) searchOn(asked); }, 300);  // of what is being typed, only the last query is asked for
 }
 
 async function searchOn(asked) {

@@ -113,7 +113,7 @@ def shape_of(size: str) -> Mapping[str, Any]:
 def random_model(
     shape: Mapping[str, Any], device: torch.device, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> CausalModel:
-    """A model of random weights, in float32 unless told."""
+    """A model of random weights, in float32 by default."""
     return init_model(shape, vocab_size=None, seed=seed, dtype=dtype, device=device)
 
 
